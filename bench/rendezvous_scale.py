@@ -1,16 +1,20 @@
 #!/usr/bin/env python3
-"""How long a round of n nodes takes to form, and to form again when one is lost.
+"""How long a round of n nodes takes to form, to form again when one is lost, and to resume with a new coordinator.
 
-    python bench/rendezvous_scale.py [--nodes 8,64,256,1000,4000] [--torch 8,64] [--runs 3] [--json F]
+    python bench/rendezvous_scale.py [--nodes 8,64,256,1000,4000,10000] [--torch 8,64] [--runs 3] [--json F]
 
 The coordinator is a real `ripstop coordinator` process.  The nodes are real connections that speak the real protocol
-(handshake, join, beats), many in one process, since what is measured is the coordinator.  Beside it, in the same run,
-torch's c10d rendezvous handler, one process a node.  Times are medians:
+(handshake, join, heartbeats, reconnects), all in one process, since what is measured is the coordinator.  Beside it, in
+the same run, torch's c10d rendezvous handler, one process a node.  Figures are medians:
 
-  form     the first node starts to connect          -> the last one knows its rank in the first round
-  re-form  one node's connection is cut              -> the last survivor knows its rank in the next round
-  memory   the coordinator's, after the first round less before the first node, for each node
-  idle     the coordinator's share of one core while n nodes beat and nothing happens
+  form      the first node starts to connect         -> the last one knows its rank in the first round
+  re-form   one node's connection is cut             -> the last survivor knows its rank in the next round
+  takeover  the coordinator is killed, and a new one starts at its port -> the round goes on with all its nodes
+  memory    the coordinator's, after the first round less before the first node, for each node
+  idle      the coordinator's share of one core while n nodes send heartbeats and nothing happens
+
+`form cpu` is the coordinator's CPU time for the first round, `form clients` that of the nodes.  On a machine with other
+load these are more comparable than the times.
 """
 
 from __future__ import annotations
@@ -38,12 +42,16 @@ from msgspec import to_builtins
 
 from ripstop.model import round
 from ripstop.protocol.messages import Join, Ready
+from ripstop.protocol.pacing import heartbeat_interval_s, reconnect_spread_s
+from ripstop.telemetry.history import interval_s
 
 TOKEN = "bench"
 JOB = "scale"
 LEASE = 3.0
+SLICES = 500
+HEARTBEAT = b"\x8a\x80\0\0\0\0"  # a Pong without data, masked with zeros
 PATIENCE = 120.0
-IDLE = 3.0
+IDLE = 10.0
 AT_ONCE = 256  # handshakes: all nodes share one process, and one that answers late is cut off, as it should be
 UPGRADE = (
     b"GET /agent HTTP/1.1\r\nHost: bench\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -60,12 +68,25 @@ class Fleet:
         self.gate = asyncio.Semaphore(AT_ONCE)
         self.again: list[asyncio.Task[None]] = []  # connections that were tried again
         self.told: dict[int, int] = {}  # round -> nodes that know their place in it
+        self.connected: list[Node] = []
+        self.interval = heartbeat_interval_s(LEASE, size)
+        self.is_restarting = self.is_over = False
         self._waiting: tuple[int, int, asyncio.Future[float]] | None = None
 
     def assigned(self, number: int) -> None:
         self.told[number] = self.told.get(number, 0) + 1
         if self._waiting and self._waiting[0] == number and self.told[number] == self._waiting[1]:
             self._waiting[2].set_result(time.perf_counter())
+
+    async def send_heartbeats(self) -> None:
+        """Evenly over the interval: nodes that started at different times do not beat together."""
+        loop = asyncio.get_running_loop()
+        while True:
+            began = loop.time()
+            for n in range(SLICES):
+                for node in self.connected[n::SLICES]:
+                    node.transport.write(HEARTBEAT)
+                await asyncio.sleep(max(0.0, began + (n + 1) * self.interval / SLICES - loop.time()))
 
     async def all_told(self, number: int, count: int) -> float:
         done = asyncio.get_running_loop().create_future()
@@ -78,9 +99,9 @@ class Node(asyncio.Protocol):
 
     def __init__(self, fleet: Fleet, number: int) -> None:
         self.fleet, self.name, self.port = fleet, f"node{number}", 20000 + number
-        self.rank = -1
+        self.place: dict | None = None
         self.tries = 0
-        self.welcome = self.cut = False
+        self.welcome = self.is_over = False
 
     async def connect(self) -> None:
         """As an agent does: again, after a pause, when the coordinator has no time."""
@@ -94,16 +115,23 @@ class Node(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
-        transport.write(UPGRADE % json.dumps({"v": 1, "type": "Hello", **self.hello("")}).encode())
+        transport.write(UPGRADE % encoded("Hello", **self.hello("")))
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self.welcome and not self.cut:
+        if self.is_over or self.fleet.is_over:
+            return
+        if self.welcome and not self.fleet.is_restarting:
             sys.exit(f"the coordinator closed {self.name}'s connection: {error}")
-        if not self.welcome:
+        if self.welcome:
+            self.fleet.connected.remove(self)
+            self.welcome, self.tries = False, 0
+        else:
             self.fleet.gate.release()
-            pause = min(0.05 * 2**self.tries, 1.0) * random.uniform(0.5, 1.0)
-            loop = asyncio.get_running_loop()
-            loop.call_later(pause, lambda: self.fleet.again.append(loop.create_task(self.connect())))
+        delay = min(0.05 * 2**self.tries, 1.0) * random.uniform(0.5, 1.0)
+        if self.tries:
+            delay += random.uniform(0.0, reconnect_spread_s(self.fleet.size))
+        loop = asyncio.get_running_loop()
+        loop.call_later(delay, lambda: self.fleet.again.append(loop.create_task(self.connect())))
 
     def data_received(self, data: bytes) -> None:
         self.buffer += data
@@ -120,7 +148,7 @@ class Node(asyncio.Protocol):
             if len(self.buffer) < start + length:
                 return
             text, self.buffer = self.buffer[start : start + length], self.buffer[start + length :]
-            if b'"Heartbeat"' not in text:
+            if text:  # otherwise a heartbeat
                 self.receive(json.loads(text))
 
     def receive(self, message: dict) -> None:
@@ -129,17 +157,22 @@ class Node(asyncio.Protocol):
                 self.send("Hello", **self.hello(message["nonce"]))
             case "Welcome":
                 node = round.Node(self.name, "127.0.0.1", slots=8)
-                join = Join(node, self.fleet.least, self.fleet.size, ready=Ready(self.port, after=0))
+                newest = self.place["round"] if self.place else 0
+                ready = Ready(self.port, after=newest)
+                join = to_builtins(Join(node, self.fleet.least, self.fleet.size, newest=newest, ready=ready))
+                if self.place:
+                    join |= {"held": self.place, "status": "running"}
                 self.welcome = True
                 self.fleet.gate.release()
-                self.send("Join", **to_builtins(join))
-                self.send_heartbeats()
+                self.send("Join", **join)
+                self.fleet.connected.append(self)
             case "Assign":
-                place = message["place"]
-                self.rank = place["group_rank"]
-                if self.rank == 0:
+                self.place = place = message["place"]
+                if place["group_rank"] == 0:
                     self.send("Ready", store_port=self.port, after=place["round"])
                 self.fleet.assigned(place["round"])
+            case "Query":
+                self.send("Reply", number=message["number"], error="no workers")
             case "StandBy":
                 pass
             case _:
@@ -152,62 +185,78 @@ class Node(asyncio.Protocol):
         proof = hmac.new(TOKEN.encode(), b"ripstop" + framed, hashlib.sha256).hexdigest()
         return {"run_id": JOB, "node": self.name, "nonce": nonce, "proof": proof}
 
-    def send_heartbeats(self) -> None:
-        if not self.cut:
-            asyncio.get_running_loop().call_later(LEASE / 3, self.send_heartbeats)
-            self.send("Heartbeat")
-
     def send(self, kind: str, **fields: object) -> None:
-        payload = json.dumps({"v": 1, "type": kind, **fields}, separators=(",", ":")).encode()
+        payload = encoded(kind, **fields)
         size = len(payload)
         head = bytes((0x81, 0x80 | size)) if size < 126 else bytes((0x81, 0xFE)) + size.to_bytes(2, "big")
         self.transport.write(head + b"\0\0\0\0" + payload)  # masked with zeros
 
     def lose(self) -> None:
-        self.cut = True
+        self.is_over = True
+        self.fleet.connected.remove(self)
         self.transport.abort()
+
+
+def encoded(kind: str, **fields: object) -> bytes:
+    return json.dumps({"v": 1, "type": kind, **fields}, separators=(",", ":")).encode()
 
 
 async def ours(size: int) -> dict[str, float]:
     """One coordinator, `size` nodes: all figures."""
-    least, port = max(1, size - 1), free_port()
-    argv = [sys.executable, "-m", "ripstop", "coordinator", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id={JOB}"]
-    argv += [f"--nnodes={least}:{size}", f"--rdzv-conf=lease={LEASE},last_call_timeout=60"]
-    env = {**os.environ, "RIPSTOP_TOKEN": TOKEN}
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(argv, stderr=log, env=env)  # noqa: ASYNC220 - nothing else goes on meanwhile
-        try:
-            await serving(log, process)
-            return await measure(Fleet(size, least, port), process.pid)
-        finally:
-            process.kill()
-            process.wait()
+    fleet = Fleet(size, max(1, size - 1), free_port())
+    coordinator, log = start(fleet)
+    try:
+        await written(log, b"coordinator of job=")  # the port is bound long before its owner is ready to answer
+        figures = await measure(fleet, coordinator.pid)
+        fleet.is_restarting = True
+        began = time.perf_counter()
+        coordinator.kill()
+        coordinator.wait()
+        coordinator, log = start(fleet)
+        await written(log, b"have rejoined")
+        return figures | {"takeover": time.perf_counter() - began}
+    finally:
+        fleet.is_over = True
+        coordinator.kill()
+        coordinator.wait()
+        for node in fleet.connected:
+            node.transport.abort()
+
+
+def start(fleet: Fleet) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    argv = [sys.executable, "-m", "ripstop", "coordinator", f"--rdzv-endpoint=127.0.0.1:{fleet.port}"]
+    argv += [f"--rdzv-id={JOB}", f"--nnodes={fleet.least}:{fleet.size}"]
+    argv += [f"--rdzv-conf=lease={LEASE},last_call_timeout=60"]
+    log = tempfile.TemporaryFile()
+    return subprocess.Popen(argv, stderr=log, env={**os.environ, "RIPSTOP_TOKEN": TOKEN}), log
 
 
 async def measure(fleet: Fleet, pid: int) -> dict[str, float]:
     loop, empty = asyncio.get_running_loop(), memory(pid)
-    began = time.perf_counter()
+    fleet.heartbeats = loop.create_task(fleet.send_heartbeats())
+    began, used, own = time.perf_counter(), cpu(pid), time.process_time()
     formed = loop.create_task(fleet.all_told(1, fleet.size))
     await asyncio.gather(*(node.connect() for node in fleet.nodes))
-    figures = {"form": await formed - began, "memory": (memory(pid) - empty) / fleet.size}
+    figures = {"form": await formed - began, "form cpu": cpu(pid) - used, "form clients": time.process_time() - own}
+    figures["memory"] = (memory(pid) - empty) / fleet.size
     used, since = cpu(pid), time.perf_counter()
-    await asyncio.sleep(IDLE)
+    await asyncio.sleep(max(IDLE, interval_s(fleet.size)))  # the coordinator takes one sample of its nodes meanwhile
     figures["idle"] = (cpu(pid) - used) / (time.perf_counter() - since)
     again = loop.create_task(fleet.all_told(2, fleet.size - 1))
-    began = time.perf_counter()
-    next(node for node in fleet.nodes if node.rank == fleet.size // 2).lose()
+    began, used = time.perf_counter(), cpu(pid)
+    next(node for node in fleet.nodes if node.place["group_rank"] == fleet.size // 2).lose()
     figures["re-form"] = await again - began
-    for node in fleet.nodes:
-        node.lose()
+    figures["re-form cpu"] = cpu(pid) - used
     return figures
 
 
-async def serving(log: IO[bytes], process: subprocess.Popen[bytes]) -> None:
-    """The port is bound long before its owner is ready to answer; it says when it is."""
+async def written(log: IO[bytes], text: bytes) -> None:
+    """Wait for a text in the coordinator's log."""
     end = time.monotonic() + PATIENCE
-    while b"coordinator of job=" not in os.pread(log.fileno(), 4096, 0):
-        assert process.poll() is None and time.monotonic() < end, "the coordinator did not start"
-        await asyncio.sleep(0.02)
+    while text not in (seen := os.pread(log.fileno(), 1 << 24, 0)):
+        assert b"nodes returned" not in seen, "not all nodes were back in time: the round has ended"
+        assert time.monotonic() < end, f"no {text!r} in the coordinator's log: {seen[-500:]!r}"
+        await asyncio.sleep(0.05)
 
 
 def free_port() -> int:
@@ -270,7 +319,7 @@ def theirs(size: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", default="8,64,256,1000,4000")
+    parser.add_argument("--nodes", default="8,64,256,1000,4000,10000")
     parser.add_argument("--torch", default="8,64")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--json", type=Path)
@@ -296,8 +345,10 @@ def print_row(size: int, row: dict[str, list[float]]) -> None:
     medians = {name: statistics.median(figures) for name, figures in row.items()}
     torch = f"{medians['torch form']:9.2f} s" if "torch form" in medians else "          -"
     print(
-        f"{size:6} nodes  form {medians['form']:7.3f} s  torch's c10d {torch}  re-form {medians['re-form']:6.3f} s  "
-        f"memory {medians['memory']:6.1f} KiB a node  idle {100 * medians['idle']:5.1f} %",
+        f"{size:6} nodes  form {medians['form']:7.3f} s (cpu {medians['form cpu']:.2f} s, clients "
+        f"{medians['form clients']:.2f} s)  torch's c10d {torch}  re-form {medians['re-form']:6.3f} s (cpu "
+        f"{medians['re-form cpu']:.2f} s)  takeover {medians['takeover']:5.2f} s  memory {medians['memory']:6.1f} "
+        f"KiB a node  idle {100 * medians['idle']:5.1f} %",
         flush=True,
     )
 

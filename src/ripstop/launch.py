@@ -202,7 +202,13 @@ def _connect_to_coordinator(parts: AsyncExitStack, config: RunConfig, node: Node
 
         tls = client_context(config.tls)
     link = WebSocketLink(
-        config.endpoint, run_id=config.run_id, node=node.id, token=config.token, lease=config.timing.lease, tls=tls
+        config.endpoint,
+        run_id=config.run_id,
+        node=node.id,
+        token=config.token,
+        lease=config.timing.lease,
+        max_nodes=config.max_nodes,
+        tls=tls,
     )
     return _CoordinatorAccess(link)
 

@@ -70,6 +70,7 @@ from ripstop.protocol.messages import (
     Stopped,
     Succeeded,
 )
+from ripstop.protocol.pacing import LARGE_JOB_NODES
 from ripstop.telemetry.log_lines import log_line
 
 RECHECK_S = 30.0  # until every node has checked its health again
@@ -739,6 +740,13 @@ def test_a_round_is_replaced_when_the_connection_that_offered_its_port_closed() 
     assert job.round == 2
 
 
+def test_a_coordinator_that_is_always_late_still_removes_a_node_that_does_not_return() -> None:
+    job = running("a", "b")
+    on(job, NodeDisconnected("b"), 3.0)
+    assert on(job, Tick(), 4.0) == []  # half a second late: the node may have returned meanwhile
+    assert assigned(on(job, Tick(), 5.0)) == {"a": 0}
+
+
 # rule 8: a new coordinator --------------------------------------------------------------------------------------------
 
 
@@ -771,6 +779,20 @@ def test_a_recovered_round_ends_when_a_node_does_not_return_for_a_lease() -> Non
     receive(job, "a", Heartbeat(), 2.0)
     assert job.deadline() == 31.0
     assert assigned(on(job, Tick(), 31.0)) == {"a": 0}
+    assert job.round == 6
+
+
+def test_a_large_round_is_recovered_however_long_its_nodes_take_one_after_another() -> None:
+    size = LARGE_JOB_NODES + 1
+    job = new_job(1, size)
+    for rank in range(size - 1):
+        now = float(rank)
+        for name in list(job.members):
+            job.on(NodeMessage(name, Heartbeat()), now)
+        receive(job, f"n{rank}", join(job, f"n{rank}", held=place(5, rank, size), newest=5), now)
+    assert job.phase is Phase.RECOVERING
+    assert job.deadline() == size - 2 + TIMING.lease
+    job.on(Tick(), size - 2 + TIMING.lease)
     assert job.round == 6
 
 

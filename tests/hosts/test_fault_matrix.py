@@ -51,6 +51,7 @@ class Bed:
     job: Job
     machines: list[Host]
     agents: list[Agent] = field(default_factory=list)
+    coordinator: Agent | None = None  # if it is a process of its own
     undo: list[Callable[[], object]] = field(default_factory=list)  # before the end of the job
     clean_up: list[Callable[[], object]] = field(default_factory=list)  # after it
 
@@ -84,7 +85,7 @@ class Bed:
                 wrap=[*host.namespace.enter, *(wrap if is_victim else [])],
             )
             self.agents.append(agent)
-            self.agents[0].wait_for_log(rf"joined from ({host.address}|host{host.number}) ")
+            (self.coordinator or self.agents[0]).wait_for_log(rf"joined from ({host.address}|host{host.number}) ")
 
     @property
     def world(self) -> int:
@@ -183,6 +184,36 @@ def lose_packets(bed: Bed) -> None:
     bed.host.loses(0.3)
 
 
+def with_own_coordinator(bed: Bed) -> None:
+    start_coordinator(bed)
+    bed.start()
+
+
+def start_coordinator(bed: Bed) -> None:
+    first = bed.machines[0]
+    flags = "--rdzv-id=e2e", "--nnodes=2:3", "--rdzv-conf=last_call_timeout=30", *FLAGS[:2]
+    endpoint = f"--rdzv-endpoint={first.address}:{PORT}"
+    bed.coordinator = bed.job.ripstop("coordinator", endpoint, *flags, wrap=first.namespace.enter)
+    bed.coordinator.wait_for_log("coordinator of job=")
+
+
+def kill_coordinator(bed: Bed) -> None:
+    """Something starts it again, as a service manager does."""
+    assert bed.coordinator is not None
+    bed.coordinator.signal(signal.SIGKILL)
+    bed.coordinator.wait()
+    start_coordinator(bed)
+    assert bed.coordinator is not None
+    bed.coordinator.wait_for_log("have rejoined")
+
+
+def take_agents_descriptors(bed: Bed) -> None:
+    """The agent may open no file that it has not open, and its worker dies."""
+    pid = bed.agent.pid
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]))
+    os.kill(bed.worker(), signal.SIGKILL)
+
+
 def in_small_cgroup(bed: Bed) -> None:
     version, path = memory_cgroup_path(Path("/proc/self/cgroup").read_text())
     group = Path(f"/sys/fs/cgroup/memory{path}/ripstop_matrix_{os.getpid()}")
@@ -256,6 +287,14 @@ FAULTS = (
     Fault("worker: no file descriptors", take_descriptors),
     Fault("agent: SIGKILL", lambda bed: bed.agent.signal(signal.SIGKILL), one="ends"),
     Fault("agent: SIGSTOP", stop_agent, one="goes on"),
+    Fault("agent: no file descriptors, and a worker gets SIGKILL", take_agents_descriptors, one=None),
+    Fault(
+        "coordinator: SIGKILL, and it is started again",
+        kill_coordinator,
+        one=None,
+        three="goes on",
+        prepare=with_own_coordinator,
+    ),
     Fault("host: cut off", cut, one=None),
     Fault("host: cut off one way, its packets get lost", cut_one_way, one=None),
     Fault("host: 30 % of arriving packets get lost", lose_packets, one=None, three="goes on", marks=(needs_loss,)),

@@ -23,6 +23,9 @@ class Peer:
     async def send_str(self, data: str) -> None:
         self._write(data)
 
+    async def pong(self) -> None:
+        raise NotImplementedError
+
     async def close(self) -> bool:
         return True
 

@@ -30,6 +30,7 @@ from ripstop.protocol.messages import (
 )
 from ripstop.protocol.secret import Exchange
 from ripstop.transport import agent_authentication, api_authorization, connection_limits
+from ripstop.transport.rejection_log import RejectionLog
 from ripstop.transport.websocket import CLOSE_CODE_RETURNING, PREAUTH_HEADER
 
 DEADLINE = 20.0
@@ -48,7 +49,7 @@ async def connection(address: Address, header: str | None = None) -> AsyncIterat
     async with (
         aiohttp.ClientSession() as http,
         asyncio.timeout(DEADLINE),
-        http.ws_connect(f"ws://{address}/agent", headers=headers) as ws,
+        http.ws_connect(f"ws://{address}/agent", headers=headers, autoping=False) as ws,
     ):
         yield ws
 
@@ -458,8 +459,8 @@ def test_every_heartbeat_is_answered(harness: Any) -> None:
         async with harness.serving() as (_, address), connection(address) as ws:
             await do_handshake(ws)
             for _ in range(3):
-                await ws.send_str(encode(Heartbeat()))
-                assert decode(await ws.receive_str(), (Heartbeat,)) == Heartbeat()
+                await ws.pong()
+                assert (await ws.receive()).type is aiohttp.WSMsgType.PONG
 
     asyncio.run(scenario())
 
@@ -604,6 +605,17 @@ def test_at_the_limit_the_oldest_unauthenticated_connection_is_closed(
                 writer.close()
 
     asyncio.run(scenario())
+
+
+def test_a_coordinator_of_more_nodes_than_open_files_logs_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connection_limits.resource, "getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr(connection_limits.resource, "setrlimit", lambda *_: None)
+    for nodes in (3000, 5000):
+        connection_limits.UnauthenticatedConnections(nodes, RejectionLog())
+    (line,) = caplog.messages
+    assert line.startswith("a coordinator of 5000 nodes needs 5512 open files, its limit is 4096")
 
 
 def test_a_second_connection_of_a_node_ends_the_first_and_nothing_else(harness: Any) -> None:

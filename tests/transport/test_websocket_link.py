@@ -440,7 +440,9 @@ def test_a_link_can_be_closed_while_it_connects_and_leaves_no_task(harness: Any)
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as mute:
             for host in ("127.0.0.1", "no-such-host.invalid"):
-                link = WebSocketLink(Address(host, mute.getsockname()[1]), run_id="job", node="a", token="", lease=3.0)
+                link = WebSocketLink(
+                    Address(host, mute.getsockname()[1]), run_id="job", node="a", token="", lease=3.0, max_nodes=1
+                )
                 agent = harness.Recorder()
                 link.open(agent)
                 await asyncio.sleep(0)
@@ -461,7 +463,7 @@ def test_an_error_of_the_listener_is_not_an_error_of_the_link(harness: Any) -> N
         errors: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
         async with harness.serving() as (_, address):
-            link = WebSocketLink(address, run_id="job", node="a", token="s3cret", lease=3.0)
+            link = WebSocketLink(address, run_id="job", node="a", token="s3cret", lease=3.0, max_nodes=1)
             agent = Failing()
             link.open(agent)
             await agent.until(lambda a: a.count("linked") == 1)

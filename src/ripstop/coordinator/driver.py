@@ -114,6 +114,13 @@ class Coordinator:
             case _:
                 self._feed(job_types.NodeMessage(session.node, message))
 
+    def renew(self, session: Session) -> None:
+        """A heartbeat; almost always, it renews the node's lease and changes nothing else."""
+        if self._sessions.get(session.node) is not session or not self._may_decide():
+            return
+        if self._timer is None or not self._job.renew(session.node, self._now()):
+            self._feed(job_types.NodeMessage(session.node, Heartbeat()))
+
     def detach(self, session: Session, *, returning: bool) -> None:
         if self._sessions.get(session.node) is session:
             del self._sessions[session.node]

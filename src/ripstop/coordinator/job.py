@@ -87,6 +87,7 @@ class Job:
         self.failure_policy = failure_policy.FailurePolicy(settings.budget, settings.timing.lease)
         self.replication = replication_plan.ReplicationPlan()
         self.recovered_place: Place | None = None  # the first place that was reported of a round to recover
+        self.last_return = now  # of a node of that round
         self.phase_since = now
         self.why = "first round"  # the reason for the current phase
         self.last_failure = ""  # why the last failed round ended
@@ -95,6 +96,7 @@ class Job:
         self.awaiting_stop: set[str] = set()  # nodes whose failures the report waits for
         self.is_ended = False
         self._now = now  # the time of the last event: everything due by then is done
+        self._next_due: float | None = now  # the deadline after the last event; heartbeats only make it later
         self.events: list[events.Event] = []  # to record, of the current event
         self.commands: list[JobCommand] = []  # the other commands of the current event
 
@@ -106,6 +108,9 @@ class Job:
 
     def on(self, event: JobInput, now: float) -> list[JobCommand]:
         """Handle one event; the driver executes the commands in order."""
+        match event:
+            case job_types.NodeMessage(node, messages.Heartbeat()) if self.renew(node, now):
+                return []
         due = self.deadline()
         if due is not None and now - due >= LATE_TICK_S:
             self._extend_deadlines(now, late=now - due)
@@ -127,7 +132,17 @@ class Job:
             self.events += (events.UnhealthyNodeRetained(*kept) for kept in self.membership.newly_retained())
         out = [*map(RecordEvent, self.events), *self.commands]
         self.events, self.commands = [], []
+        self._next_due = self.deadline()
         return out
+
+    def renew(self, node: str, now: float) -> bool:
+        """Renew the lease of a node that sent a heartbeat.  False: time-outs are due, so `on` must handle it."""
+        if self._next_due is not None and now >= self._next_due:
+            return False
+        self._now = now
+        if node in self.members and self.phase is not Phase.CLOSED:
+            self.liveness.renew(node, now)
+        return True
 
     def send(self, node: str, message: messages.FromCoordinator) -> None:
         self.commands.append(Send(node, message))
@@ -193,9 +208,8 @@ class Job:
                 self.commands.append(Disconnect(node))
 
     def _on_replicated(self, node: str, report: messages.Replicated, now: float) -> None:
-        partnered = {name for name, place in self.places.items() if place.partner}
         before = self.replication.complete(report.state)
-        for name, request in self.replication.on_report(node, report, partnered, now):
+        for name, request in self.replication.on_report(node, report, self.membership.partnered, now):
             self.commands += [Send(n, request) for n in (self.members if name is None else [name])]
         now_complete = self.replication.complete(report.state)
         if now_complete is not None and (before is None or before.round < now_complete.round):
@@ -240,6 +254,7 @@ class Job:
             recovery.adopt(self, held, now)
         if self.phase is Phase.RECOVERING and held is not None and recovery.is_recovered(self, held):
             self.membership.set_place(node, held, now)
+            self.last_return = now
         if held is None or held != self.places.get(node):
             if self.phase is Phase.RUNNING and node in self.places:
                 self._assign_again(node, join, now)
@@ -356,6 +371,7 @@ class Job:
         self.liveness.extend(now)
         self.failure_policy.extend(now)
         self.phase_since += late
+        self.last_return += late
 
     def _remove(self, node: str, why: str, now: float, *, lost: bool = True) -> None:
         if node not in self.members:

@@ -2,8 +2,8 @@
 
 Rules: (1) a node that sends nothing for a lease is lost; (2) a node whose connection closed is lost when it does not
 reconnect within `RECONNECT_TIMEOUT_S`; (3) when the coordinator itself was stopped or suspended, every lease and every
-reconnect timeout starts again, but only once for a node that stays silent: otherwise a coordinator with too little CPU
-time would never detect a loss.
+reconnect timeout starts again, but only once for a node that stays silent or away: otherwise a coordinator with too
+little CPU time would never detect a loss.
 
 This module does not decide what a loss means.  Both dictionaries are ordered by time, so the cost of a heartbeat does
 not depend on the number of nodes.
@@ -25,7 +25,7 @@ class Liveness:
         self._lease = lease
         self._own = own
         self._last_received: dict[str, float] = {}  # of every node with a lease, oldest first
-        self._extended: set[str] = set()  # silent since this coordinator was away
+        self._extended: set[str] = set()  # silent or disconnected since this coordinator was away
 
     def connect(self, node: str, now: float) -> None:
         """The node joined over a new connection."""
@@ -41,6 +41,7 @@ class Liveness:
             self._last_received[node] = now  # at the end: the dictionary stays in the order of time
 
     def disconnect(self, node: str, now: float) -> None:
+        self._extended.discard(node)
         self._last_received.pop(node, None)
         self.disconnected.setdefault(node, now)
 
@@ -51,10 +52,14 @@ class Liveness:
 
     def extend(self, now: float) -> None:
         """This coordinator was away and could receive nothing (rule 3)."""
-        silent_again = {n: last for n, last in self._last_received.items() if n in self._extended}
-        self._extended = set(self._last_received)
-        self._last_received = silent_again | {n: now for n in self._last_received if n not in silent_again}
-        self.disconnected = dict.fromkeys(self.disconnected, now)
+        self._last_received = self._begun_again(self._last_received, now)
+        self.disconnected = self._begun_again(self.disconnected, now)
+        self._extended = {*self._last_received, *self.disconnected}
+
+    def _begun_again(self, times: dict[str, float], now: float) -> dict[str, float]:
+        """The times, with now for each node that was not extended before; oldest first."""
+        silent_again = {n: at for n, at in times.items() if n in self._extended}
+        return silent_again | {n: now for n in times if n not in silent_again}
 
     def expired(self, now: float) -> list[tuple[str, float]]:
         """Nodes that are lost by rule 1, and when each last sent something."""

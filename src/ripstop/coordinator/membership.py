@@ -80,6 +80,7 @@ class Membership:
     def __init__(self, settings: JobSettings) -> None:
         self.members: dict[str, Member] = {}  # in the order of joining
         self.places: dict[str, Place] = {}  # the nodes of the live round, or of the last one while gathering
+        self.partnered: set[str] = set()  # those of them that copy training state to a partner
         # Nodes of one kind, and since when; oldest first.
         self.eligible: dict[str, float] = {}
         self.waiting: dict[str, float] = {}  # eligible nodes outside the round
@@ -186,14 +187,17 @@ class Membership:
     def start_round(self, places: dict[str, Place], now: float) -> None:
         self.places.clear()
         self.places.update(places)
+        self.partnered = {node for node, place in places.items() if place.partner}
         self._vacated_ranks = {}
         for node in self.members:
             self._update(node, now)
 
     def set_place(self, node: str, place: Place | None, now: float) -> None:
         """A node of a round that is being recovered returned, or is lost."""
+        self.partnered.discard(node)
         if place is not None:
             self.places[node] = place
+            self.partnered |= {node} if place.partner else set()
         else:
             self.places.pop(node, None)
         self._update(node, now)

@@ -1,7 +1,8 @@
 """How a new coordinator recovers a round from the nodes that rejoin.  Pure.
 
 Rules: (1) the highest round wins; (2) the round continues when all its nodes are back within a lease; (3) a round that
-failed meanwhile waits only as long as a live node needs to reconnect, a third of a lease; (4) a failed round with ranks
+failed meanwhile waits only as long as a live node needs to reconnect, a third of a lease; in a large job, whose nodes
+spread their reconnects, both times begin again with each node that returns; (4) a failed round with ranks
 by node number (`RankBy.SLOT`) does not wait for a missing node if a new node with the same number has joined.
 """
 
@@ -11,6 +12,7 @@ from ripstop.coordinator.liveness import RECONNECT_TIMEOUT_S
 from ripstop.model.events import RoundEndCause, RoundFound, RoundResumed
 from ripstop.model.round import Place, RankBy
 from ripstop.model.status import Phase
+from ripstop.protocol.pacing import LARGE_JOB_NODES
 
 if TYPE_CHECKING:
     from ripstop.coordinator.job import Job
@@ -26,6 +28,7 @@ def adopt(job: "Job", held: Place, now: float) -> None:
     job.start_round({}, now)
     if is_recovery:
         job.enter(Phase.RECOVERING, now)
+        job.last_return = now
         job.events.append(RoundFound(held.round, held.group_size))
     else:
         job.end_round(RoundEndCause.COORDINATOR, f"another coordinator formed round {held.round}", now)
@@ -39,9 +42,11 @@ def is_recovered(job: "Job", held: Place) -> bool:
 
 def deadline(job: "Job") -> float:
     """When the round ends if not all its nodes are back."""
+    assert job.recovered_place is not None
     lease = job.settings.timing.lease
     timeout = min(lease, lease / 3 + RECONNECT_TIMEOUT_S) if job.failure_policy.has_failure else lease
-    return job.phase_since + timeout
+    since = job.last_return if job.recovered_place.group_size > LARGE_JOB_NODES else job.phase_since
+    return since + timeout
 
 
 def resume_or_end(job: "Job", now: float) -> bool:

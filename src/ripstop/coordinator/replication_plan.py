@@ -39,15 +39,22 @@ def partners(labels: Sequence[str], listening: Sequence[Address | None]) -> list
     nodes = len(labels)
     if nodes < 2 or None in listening:
         return [None] * nodes
-    largest = max(Counter(labels).values())  # rotating sorted labels by this many moves every node, if that is possible
-    apart = {
-        n: sum(a != b for a, b in zip(labels, _rotated(labels, n), strict=True)) for n in _rotations(nodes, largest)
-    }
-    return _rotated(listening, max(apart, key=lambda n: (apart[n], -n)))
+    return _rotated(listening, _rotation(labels))
 
 
-def _rotations(nodes: int, largest: int) -> range:
-    return range(1, min(largest, nodes - 1) + 1)
+def _rotation(labels: Sequence[str]) -> int:
+    """By how many ranks; the smallest of the rotations that take the most nodes to another label."""
+    domains = Counter(labels)
+    if len(domains) == 1:
+        return 1
+    best, most = 1, -1
+    for n in range(1, min(max(domains.values()), len(labels) - 1) + 1):  # if labels are sorted, the last one is best
+        apart = sum(a != b for a, b in zip(labels, _rotated(labels, n), strict=True))
+        if apart > most:
+            best, most = n, apart
+        if apart == len(labels):
+            break
+    return best
 
 
 def _rotated(items: Sequence[T], by: int) -> list[T]:

@@ -357,6 +357,7 @@ class EtcdLink:
             node=self._node,
             token=self._token,
             lease=self._settings.timing.lease,
+            max_nodes=self._settings.max_nodes,
             tls=self._client_tls,
         )
         if old is not None:

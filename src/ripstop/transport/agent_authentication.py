@@ -1,9 +1,9 @@
 """How an agent proves to the coordinator that it has the job's secret, and the coordinator to it.
 
 An agent proves it twice: in a header of its request (pre-authentication), then over a fresh challenge (handshake).
-Parsing HTTP and upgrading to WebSocket takes more than a millisecond of a process that also supervises workers.  So an
-agent sends its `Hello`, computed over an empty challenge, in its request.  A request without a valid `Hello` is
-answered before HTTP is parsed, for a fraction of that time.  Rules:
+Parsing HTTP takes more than a millisecond of a process that also supervises workers.  So an agent sends its `Hello`,
+computed over an empty challenge, in its request.  HTTP parses no request for the agents' path that is the first of its
+connection.  Rules:
 
 1.  Pre-authentication grants nothing.  Only the proof over the fresh challenge admits an agent, so a recorded request
     fails there at the latest.
@@ -11,21 +11,18 @@ answered before HTTP is parsed, for a fraction of that time.  Rules:
 3.  A web page cannot be an agent: a request with an `Origin` header is rejected.
 4.  A peer without the secret does not learn the run id.
 5.  Bytes that cannot be an agent's request go to HTTP at once, unchanged.
-6.  A request for the agents' path, in any form, goes to HTTP if its pre-authentication is valid.  Otherwise the
-    rejection is the only answer.
+6.  A request for the agents' path, in any form, becomes an agent's connection if its pre-authentication is valid
+    (`agent_connection.py`).  Otherwise the rejection is the only answer.
 7.  This module has no timer.  `connection_limits.py` closes a peer that sends nothing.
 """
 
 import asyncio
-import hashlib
 import posixpath
+import re
 import secrets
 import time
-from base64 import b64encode
 from collections.abc import Callable
 from urllib.parse import unquote
-
-from aiohttp import web
 
 from ripstop.coordinator.driver import Coordinator
 from ripstop.model.errors import ProtocolError
@@ -33,16 +30,16 @@ from ripstop.protocol import secret
 from ripstop.protocol.codec import decode, encode
 from ripstop.protocol.limits import MAX_NAME, is_valid_name
 from ripstop.protocol.messages import Challenge, Hello, Rejected, Welcome
+from ripstop.transport.frames import close_frame, text_frame, upgrade_response
 from ripstop.transport.rejection_log import RejectionLog
-from ripstop.transport.websocket import AGENT_PATH, PREAUTH_HEADER, receive
+from ripstop.transport.websocket import AGENT_PATH, PREAUTH_HEADER
 
 MAX_REMEMBERED_NONCES = 4096
 MAX_REQUEST_HEAD_BYTES = 8192  # more than an agent's request needs
 END_OF_HEAD = b"\r\n\r\n"
 PRINTABLE = bytes(range(0x20, 0x7F))  # the bytes of a valid request line
 BAD_REQUEST = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-WEBSOCKET_GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, section 1.3
-CLOSE_FRAME = b"\x88\x02\x03\xe8"
+WEBSOCKET_KEY = re.compile(r"[A-Za-z0-9+/]{22}==")  # 16 bytes in base64
 
 
 class AgentAuthentication:
@@ -77,25 +74,18 @@ class AgentAuthentication:
             del self._nonces[next(iter(self._nonces))]
         return None
 
-    async def handshake(self, ws: web.WebSocketResponse, host: str) -> str | None:
-        """The id of the node that authenticated itself; None if it did not."""
-        challenge = secrets.token_hex(16)
-        await ws.send_str(encode(Challenge(challenge)))
-        text = await receive(ws)
-        if text is None:
-            return None
-        try:
-            hello = decode(text, (Hello,))
-        except ProtocolError as error:
-            await ws.send_str(encode(Rejected(str(error))))
-            raise
-        if rejected := self._check(hello, challenge):
-            await ws.send_str(encode(rejected))
+    @staticmethod
+    def new_challenge() -> Challenge:
+        return Challenge(secrets.token_hex(16))
+
+    def answer(self, text: str, challenge: Challenge, host: str) -> Rejected | tuple[str, Welcome]:
+        """The answer to an agent's `Hello`, with the id of the node if it has authenticated itself."""
+        hello = decode(text, (Hello,))
+        if rejected := self._check(hello, challenge.nonce):
             self._log(host, hello, rejected)
-            return None
-        exchange = secret.Exchange(hello.run_id, hello.node, challenge, hello.nonce)
-        await ws.send_str(encode(Welcome(exchange.coordinator_proof(self._token), self._lease, time.time())))
-        return hello.node
+            return rejected
+        exchange = secret.Exchange(hello.run_id, hello.node, challenge.nonce, hello.nonce)
+        return hello.node, Welcome(exchange.coordinator_proof(self._token), self._lease, time.time())
 
     def _check(self, hello: Hello, challenge: str) -> Rejected | None:
         if not all(text and is_valid_name(text) for text in (hello.run_id, hello.node, hello.nonce)):
@@ -188,18 +178,21 @@ def header(head: bytes, name: str) -> str | None:
     return line.partition(b":")[2].strip().decode("latin-1")
 
 
+def websocket_key(head: bytes) -> str | None:
+    """The key of a request that asks for a WebSocket; None if it does not, or if the key is invalid."""
+    key = header(head, "Sec-WebSocket-Key") or ""
+    is_upgrade = (
+        head.startswith(b"GET ")
+        and (header(head, "Upgrade") or "").lower() == "websocket"
+        and "upgrade" in (header(head, "Connection") or "").lower()
+        and header(head, "Sec-WebSocket-Version") == "13"
+    )
+    return key if is_upgrade and WEBSOCKET_KEY.fullmatch(key) else None
+
+
 def rejection(head: bytes, rejected: Rejected) -> bytes:
     """The whole response to a request: a WebSocket with one message, and its end."""
     key = header(head, "Sec-WebSocket-Key")
     if not key:
         return BAD_REQUEST
-    accept = b64encode(hashlib.sha1(key.encode("latin-1") + WEBSOCKET_GUID, usedforsecurity=False).digest())
-    upgrade = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-    text = encode(rejected).encode()
-    return b"%sSec-WebSocket-Accept: %s%s%s%s" % (upgrade, accept, END_OF_HEAD, _text_frame(text), CLOSE_FRAME)
-
-
-def _text_frame(text: bytes) -> bytes:
-    """A frame of fewer than 64 KiB."""
-    size = bytes((len(text),)) if len(text) < 126 else b"\x7e" + len(text).to_bytes(2, "big")
-    return b"\x81" + size + text
+    return upgrade_response(key) + text_frame(encode(rejected)) + close_frame()

@@ -11,6 +11,7 @@ Rules:
 
 import asyncio
 import contextlib
+import logging
 import resource
 
 from ripstop.transport.rejection_log import RejectionLog
@@ -19,6 +20,8 @@ from ripstop.transport.websocket import HANDSHAKE_TIMEOUT_S
 MAX_UNAUTHENTICATED = 1024  # connections, besides one for each node; fewer if file descriptors are short
 RESERVED_DESCRIPTORS = 512  # for the rest of this process
 MIN_HANDSHAKE_S = 0.5
+
+log = logging.getLogger("ripstop.coordinator")
 
 Connection = asyncio.BaseTransport | asyncio.Task[None]  # a transport, or the task of its TLS handshake
 
@@ -30,8 +33,12 @@ class UnauthenticatedConnections:
         self._limit = _limit(nodes)
         self.rejections = rejections
         self._timers: dict[Connection, asyncio.TimerHandle] = {}
-        self._pre_authenticated: set[Connection] = set()
         self._has_room = asyncio.Event()
+
+    @property
+    def room(self) -> int:
+        """How many more connections may be accepted now."""
+        return self._limit - len(self._timers)
 
     def add(self, connection: Connection) -> None:
         timer = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._on_timeout, connection)
@@ -39,20 +46,9 @@ class UnauthenticatedConnections:
 
     def remove(self, connection: Connection) -> None:
         """The connection is authenticated or closed; unknown ones are ignored."""
-        self._pre_authenticated.discard(connection)
         if timer := self._timers.pop(connection, None):
             timer.cancel()
             self._has_room.set()
-
-    def mark_pre_authenticated(self, connection: Connection) -> None:
-        """The first request of the connection has passed pre-authentication, so it may become an agent's."""
-        self._pre_authenticated.add(connection)
-
-    def use_pre_authentication(self, connection: Connection) -> bool:
-        """Whether the connection may become an agent's; true once."""
-        allowed = connection in self._pre_authenticated
-        self._pre_authenticated.discard(connection)
-        return allowed
 
     def close_all(self) -> None:
         for connection in list(self._timers):
@@ -117,4 +113,9 @@ def _limit(nodes: int) -> int:
     if soft < 2 * nodes + RESERVED_DESCRIPTORS:
         soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < nodes + RESERVED_DESCRIPTORS:
+        log.warning(
+            "a coordinator of %d nodes needs %d open files, its limit is %d; raise the hard limit (ulimit -Hn)",
+            *(nodes, nodes + RESERVED_DESCRIPTORS, soft),
+        )
     return max(1, min(MAX_UNAUTHENTICATED + nodes, soft - nodes - RESERVED_DESCRIPTORS))

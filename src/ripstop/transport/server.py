@@ -1,7 +1,8 @@
 """The coordinator's port: agents at `/agent` (WebSocket), operators at `/api`, Prometheus at `/metrics`, `/healthz`.
 
-This module accepts connections, does TLS, and passes an authenticated agent's messages to the `Coordinator`.  It makes
-no decisions.  A connection is unauthenticated until it has proven the job's secret:
+This module accepts connections, does TLS, and passes connections to their handlers: aiohttp serves HTTP, and
+`agent_connection.py` serves agents.  It makes no decisions.  A connection is unauthenticated until it has proven the
+job's secret:
 
 1.  `connection_limits.py` limits the number of such connections and their time.
 2.  `agent_authentication.py` authenticates agents; `api_authorization.py` authorizes HTTP requests.
@@ -13,25 +14,31 @@ import contextlib
 import logging
 import socket
 import ssl
-from functools import partial
+from collections.abc import Iterator
 
 from aiohttp import web
 
 from ripstop.api.http_api import MAX_BODY, Api
 from ripstop.coordinator.driver import Coordinator
-from ripstop.model.errors import ProtocolError
 from ripstop.protocol import secret
-from ripstop.protocol.codec import MAX_FRAME_BYTES, decode
-from ripstop.protocol.limits import MAX_NAME
-from ripstop.protocol.messages import FROM_AGENT, Heartbeat, Join, Rejected
+from ripstop.protocol.messages import Rejected
 from ripstop.system.network import enable_keepalive
-from ripstop.transport.agent_authentication import AgentAuthentication, PreAuthProtocol
+from ripstop.transport.agent_authentication import (
+    BAD_REQUEST,
+    END_OF_HEAD,
+    AgentAuthentication,
+    PreAuthProtocol,
+    websocket_key,
+)
+from ripstop.transport.agent_connection import AgentConnection
 from ripstop.transport.api_authorization import ApiAuthorization
-from ripstop.transport.connection_limits import UnauthenticatedConnections, abort, peer_host
+from ripstop.transport.connection_limits import UnauthenticatedConnections, peer_host
 from ripstop.transport.rejection_log import RejectionLog
 from ripstop.transport.tls import describe_tls_error, starts_tls
-from ripstop.transport.websocket import AGENT_PATH, CLOSE_CODE_RETURNING, FLUSH_TIMEOUT_S, Outbox, receive
+from ripstop.transport.websocket import AGENT_PATH, FLUSH_TIMEOUT_S
 
+READ_BUFFER_BYTES = 64 * 1024  # for all agents: each reads and handles its bytes in one step
+ACCEPT_BATCH = 32
 ACCEPT_RETRY_S = 0.1  # after an error, such as no free descriptor
 TLS_REQUIRED = b"HTTP/1.1 426 Upgrade Required\r\nUpgrade: TLS/1.3\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
@@ -58,7 +65,9 @@ class Server:
         self._authentication = AgentAuthentication(coordinator, token, self._rejections)
         api_token = secret.api_token(token, coordinator.settings.run_id) if token else ""
         self._authorization = ApiAuthorization(api_token, tls, endpoint_host, self._unauthenticated)
-        self._outboxes: set[Outbox] = set()
+        self._agents: set[AgentConnection] = set()
+        self._no_agents = asyncio.Event()  # set when the last one has closed
+        self._read_buffer = memoryview(bytearray(READ_BUFFER_BYTES))
         self._runner: web.AppRunner | None = None
         self._accepting: asyncio.Task[None] | None = None
 
@@ -66,7 +75,7 @@ class Server:
         """Begin to accept connections."""
         app = web.Application(client_max_size=MAX_BODY)
         if self._serves_agents:
-            app.router.add_get(AGENT_PATH, self._serve_agent)
+            app.router.add_get(AGENT_PATH, self._late_agent_request)
         Api(lambda: self._coordinator, self._authorization.operator, self._authorization.metrics_reader).mount(app)
         app.router.add_get("/healthz", _healthz)
         app.router.add_route("*", "/{path:.*}", _not_found)
@@ -87,8 +96,11 @@ class Server:
                 await self._accepting
         self._listening.close()
         self._unauthenticated.close_all()
-        for outbox in self._outboxes:
-            outbox.finish()
+        if self._agents:
+            self._no_agents.clear()
+            for agent in tuple(self._agents):
+                agent.finish()
+            await self._no_agents.wait()  # each has its time limit
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -106,15 +118,28 @@ class Server:
                 self._rejections.log("this machine", f"cannot accept connections: {error.strerror}", kind="accept")
                 await asyncio.sleep(ACCEPT_RETRY_S)
                 continue
+            await asyncio.gather(*map(self._start_connection, (connection, *self._accept_more())))
+
+    def _accept_more(self) -> Iterator[socket.socket]:
+        """Connections that wait too.  A turn of the event loop for each of them would be slow if it has much to do."""
+        for _ in range(min(ACCEPT_BATCH, self._unauthenticated.room) - 1):
             try:
-                if self._tls is not None:
-                    self._start_tls(connection, self._tls)
-                    await asyncio.sleep(0)  # let other tasks run between many new connections
-                    continue
-                transport, _ = await loop.connect_accepted_socket(self._preauth, connection)
-            except OSError:
-                connection.close()
-                continue
+                connection, _ = self._listening.accept()
+            except OSError:  # there is no other one; a real error comes again
+                return
+            connection.setblocking(False)
+            yield connection
+
+    async def _start_connection(self, connection: socket.socket) -> None:
+        if self._tls is not None:
+            self._start_tls(connection, self._tls)
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            transport, _ = await loop.connect_accepted_socket(self._preauth, connection)
+        except OSError:
+            connection.close()
+        else:
             self._unauthenticated.add(transport)
 
     def _start_tls(self, connection: socket.socket, tls: ssl.SSLContext) -> None:
@@ -147,19 +172,23 @@ class Server:
                 connection.close()
 
     def _preauth(self) -> PreAuthProtocol:
-        return PreAuthProtocol(self._check_preauth, self._pass_to_http, self._unauthenticated.remove)
+        return PreAuthProtocol(self._check_preauth, self._on_request, self._unauthenticated.remove)
 
     def _check_preauth(self, transport: asyncio.Transport, text: str, origin: str | None) -> Rejected | None:
         if not self._serves_agents:
             return None  # HTTP answers that the path is not found
         return self._authentication.pre_authenticate(peer_host(transport), text, origin)
 
-    def _pass_to_http(self, transport: asyncio.Transport, received: bytes, pre_authenticated: bool) -> None:
-        """HTTP takes over the connection, which stays unauthenticated."""
-        assert self._runner is not None and self._runner.server is not None
-        if pre_authenticated:
-            self._unauthenticated.mark_pre_authenticated(transport)
+    def _on_request(self, transport: asyncio.Transport, received: bytes, pre_authenticated: bool) -> None:
+        """An agent's request, or anything else.  The connection stays unauthenticated."""
         enable_keepalive(transport.get_extra_info("socket"))
+        if pre_authenticated:
+            self._serve_agent(transport, received)
+        else:
+            self._pass_to_http(transport, received)
+
+    def _pass_to_http(self, transport: asyncio.Transport, received: bytes) -> None:
+        assert self._runner is not None and self._runner.server is not None
         handler = self._runner.server()
         transport.set_protocol(handler)
         handler.connection_made(transport)
@@ -167,53 +196,40 @@ class Server:
 
     # agents -----------------------------------------------------------------------------------------------------------
 
-    async def _serve_agent(self, request: web.Request) -> web.StreamResponse:
-        transport = request.transport
-        if transport is None:
-            return web.Response()  # already disconnected
-        host = peer_host(transport)
-        if not self._unauthenticated.use_pre_authentication(transport):
-            return self._bad_request(host, f"{AGENT_PATH} must be the first request of a connection")
-        ws = web.WebSocketResponse(timeout=FLUSH_TIMEOUT_S, compress=False, max_msg_size=MAX_FRAME_BYTES + 1)
-        if not _can_upgrade(ws, request):
-            return self._bad_request(host, f"{AGENT_PATH} accepts WebSocket requests only")
-        try:
-            await ws.prepare(request)
-            if node := await self._authentication.handshake(ws, host):
-                self._unauthenticated.remove(transport)
-                await self._exchange_messages(ws, node, transport)
-        except ProtocolError as error:
-            self._rejections.log(host, str(error), kind="protocol")
-        except ConnectionError:
-            pass  # the agent reconnects if it still runs
-        if not ws.prepared:
-            return _plain(400, "disconnected")
-        await ws.close()
-        return ws
+    def _serve_agent(self, transport: asyncio.Transport, received: bytes) -> None:
+        head, end, rest = received.partition(END_OF_HEAD)
+        key = websocket_key(head + end)
+        if key is None:
+            why = f"{AGENT_PATH} accepts WebSocket requests only"
+            self._rejections.log(peer_host(transport), why, kind="http")
+            transport.write(BAD_REQUEST)
+            transport.close()
+            return
+        connection = AgentConnection(
+            transport,
+            peer_host(transport),
+            self._coordinator,
+            self._authentication,
+            self._rejections,
+            self._read_buffer,
+            self._unauthenticated.remove,
+            self._on_agent_closed,
+        )
+        self._agents.add(connection)
+        transport.set_protocol(connection)
+        connection.start(key, rest)
 
-    def _bad_request(self, host: str, why: str) -> web.Response:
-        self._rejections.log(host, why, kind="http")
+    def _on_agent_closed(self, connection: AgentConnection, transport: asyncio.BaseTransport) -> None:
+        self._unauthenticated.remove(transport)
+        self._agents.discard(connection)
+        if not self._agents:
+            self._no_agents.set()
+
+    async def _late_agent_request(self, request: web.Request) -> web.Response:
+        why = f"{AGENT_PATH} must be the first request of a connection"
+        if request.remote is not None:
+            self._rejections.log(request.remote, why, kind="http")
         return _plain(400, why)
-
-    async def _exchange_messages(self, ws: web.WebSocketResponse, node: str, transport: asyncio.BaseTransport) -> None:
-        outbox = Outbox(ws, partial(abort, transport))
-        self._outboxes.add(outbox)
-        session = self._coordinator.attach(node, send=outbox.put, close=outbox.finish)
-        writer = asyncio.create_task(outbox.run(), name=f"ripstop-to-{node}")
-        try:
-            while (text := await receive(ws)) is not None:
-                message = decode(text, FROM_AGENT)
-                match message:
-                    case Heartbeat():
-                        outbox.put(message)
-                    case Join(node=joining) if joining.id != node:
-                        raise ProtocolError(f"node {node} must join with its own id, not {joining.id[:MAX_NAME]!r}")
-                session.receive(message)
-        finally:
-            session.detach(returning=ws.close_code == CLOSE_CODE_RETURNING)
-            outbox.finish()
-            self._outboxes.discard(outbox)
-            await writer
 
 
 async def _healthz(_: web.Request) -> web.Response:
@@ -228,10 +244,3 @@ def _plain(status: int, text: str) -> web.Response:
     response = web.Response(status=status, text=text)
     response.force_close()
     return response
-
-
-def _can_upgrade(ws: web.WebSocketResponse, request: web.Request) -> bool:
-    try:
-        return bool(ws.can_prepare(request))
-    except ValueError:  # a key that is not ASCII
-        return False

@@ -1,4 +1,4 @@
-"""What both ends of an agent's WebSocket connection share: constants, reading a frame, and a bounded send queue.
+"""The agent's end of its WebSocket connection: reading a frame, and a bounded send queue.  Constants of both ends.
 
 Rules:
 
@@ -17,7 +17,7 @@ from aiohttp import ClientError, WSMessage, WSMsgType
 
 from ripstop.model.errors import ProtocolError
 from ripstop.protocol.codec import MAX_FRAME_BYTES, encode
-from ripstop.protocol.messages import Message, Reply
+from ripstop.protocol.messages import Heartbeat, Message, Reply
 
 AGENT_PATH = "/agent"
 PREAUTH_HEADER = "Ripstop-Preauth"  # an agent's request carries its `Hello` here; see `agent_authentication.py`
@@ -29,21 +29,25 @@ CLOSE_CODE_RETURNING = 4000  # an agent that received nothing for a lease closes
 
 
 class WebSocket(Protocol):
-    """aiohttp's client or server side."""
+    """aiohttp's client side."""
 
     async def receive(self) -> WSMessage: ...
 
     async def send_str(self, data: str) -> None: ...
 
+    async def pong(self) -> None: ...
+
     async def close(self) -> bool: ...
 
 
 async def receive(ws: WebSocket) -> str | None:
-    """The next frame; None when the connection has ended."""
+    """The next message; empty for a heartbeat, None when the connection has ended."""
     frame: Any = await ws.receive()
     match frame.type:
         case WSMsgType.TEXT:
             return str(frame.data)
+        case WSMsgType.PING | WSMsgType.PONG:
+            return ""
         case WSMsgType.BINARY:
             raise ProtocolError("a message is text, received a binary frame")
         case WSMsgType.ERROR:
@@ -58,7 +62,7 @@ class Outbox:
     def __init__(self, ws: WebSocket, abort: Callable[[], None]) -> None:
         self._ws = ws
         self.abort = abort
-        self._queue: deque[tuple[str, bool]] = deque()  # text, and whether it is a reply
+        self._queue: deque[tuple[str, bool]] = deque()  # text (empty: a heartbeat), and whether it is a reply
         self._bytes = 0
         self._reply_bytes = 0
         self._wake = asyncio.Event()
@@ -68,7 +72,7 @@ class Outbox:
         """Queue a message; ignored after `finish`."""
         if self._deadline is not None:
             return
-        text = encode(message)
+        text = "" if isinstance(message, Heartbeat) else encode(message)
         if is_reply := isinstance(message, Reply):
             if self._reply_bytes + len(text) > MAX_REPLY_BACKLOG_BYTES:
                 text = encode(Reply(message.number, error="too many replies of this node are queued; ask again later"))
@@ -94,7 +98,7 @@ class Outbox:
                 self._wake.clear()
                 while self._queue:
                     text, is_reply = self._queue.popleft()
-                    await self._ws.send_str(text)
+                    await (self._ws.send_str(text) if text else self._ws.pong())
                     self._bytes -= len(text)
                     self._reply_bytes -= len(text) if is_reply else 0
         except (ConnectionError, ClientError):

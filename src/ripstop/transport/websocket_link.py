@@ -2,13 +2,15 @@
 
 It keeps the rules of `link.py`, and these:
 
-1.  The agent sends three heartbeats a lease.  It reconnects if the coordinator sends nothing for a lease, unless the
-    agent's own process was suspended.
+1.  The agent sends heartbeats (`protocol/pacing.py`), which the coordinator answers.  It reconnects if the coordinator
+    sends nothing for a lease, unless the agent's own process was suspended.
 2.  The coordinator must prove the job's secret before the agent acts on a message.  With TLS, its certificate must be
     valid for the endpoint's name.
 3.  A rejection is final.  But a node that was connected once retries, because an unauthenticated peer may now have the
     coordinator's address.
 4.  The agent follows no HTTP redirect: the server that sends it has proven nothing.
+5.  A lost connection is replaced at once.  If that fails, the coordinator is probably gone, and all nodes of the job
+    reconnect: in a large job they spread their tries.
 """
 
 import asyncio
@@ -31,6 +33,7 @@ from ripstop.model.round import Address
 from ripstop.protocol import messages, secret
 from ripstop.protocol.codec import MAX_FRAME_BYTES, VersionMismatch, decode, encode
 from ripstop.protocol.messages import FROM_COORDINATOR, FromAgent, FromCoordinator, Heartbeat, Hello, Rejected
+from ripstop.protocol.pacing import heartbeat_interval_s, reconnect_spread_s
 from ripstop.system.network import describe_network_error, enable_keepalive
 from ripstop.transport import websocket
 from ripstop.transport.link import Listener
@@ -56,7 +59,15 @@ class WebSocketLink:
     """A `Link` over the network; create it inside a running event loop."""
 
     def __init__(
-        self, endpoint: Address, *, run_id: str, node: str, token: str, lease: float, tls: ssl.SSLContext | None = None
+        self,
+        endpoint: Address,
+        *,
+        run_id: str,
+        node: str,
+        token: str,
+        lease: float,
+        max_nodes: int,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._endpoint = endpoint
@@ -64,6 +75,7 @@ class WebSocketLink:
         self._node = node
         self._token = token
         self._lease = lease  # after the first handshake, the coordinator's
+        self._max_nodes = max_nodes
         self._listener: Listener | None = None
         self._task: asyncio.Task[None] | None = None
         self._outbox: websocket.Outbox | None = None  # while connected
@@ -144,7 +156,8 @@ class WebSocketLink:
                     return
                 if self._loop.time() - began > websocket.HANDSHAKE_TIMEOUT_S + self._lease:
                     delay = FIRST_RETRY_DELAY_S  # the last connection worked
-                await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+                spread = reconnect_spread_s(self._max_nodes) if self._tries else 0.0  # rule 5
+                await asyncio.sleep(delay * random.uniform(0.5, 1.0) + random.uniform(0.0, spread))
                 delay = min(2 * delay, max(self._lease / 3, FIRST_RETRY_DELAY_S))
 
     async def _connect_once(self, http: aiohttp.ClientSession) -> None:
@@ -168,6 +181,7 @@ class WebSocketLink:
             ws = await http.ws_connect(
                 url,
                 timeout=timeout,
+                autoping=False,  # a heartbeat is a Pong that nobody asked for; `websocket.receive` returns it
                 max_msg_size=MAX_FRAME_BYTES + 1,
                 ssl=self._tls or True,
                 headers={websocket.PREAUTH_HEADER: encode(self._hello(challenge=""))},
@@ -239,7 +253,10 @@ class WebSocketLink:
         self._outbox = websocket.Outbox(ws, partial(_shut_down, connection))
         writer = asyncio.create_task(self._outbox.run(), name="ripstop-to-coordinator")
         heartbeats = _Heartbeats(
-            self._lease, send=partial(self.send, Heartbeat()), on_expired=lambda: limit.reschedule(self._loop.time())
+            self._lease,
+            heartbeat_interval_s(self._lease, self._max_nodes),
+            send=partial(self.send, Heartbeat()),
+            on_expired=lambda: limit.reschedule(self._loop.time()),
         )
         self._was_connected = True
         self._notify(lambda listener: listener.on_connected())
@@ -247,7 +264,8 @@ class WebSocketLink:
         try:
             while (text := await websocket.receive(ws)) is not None:
                 heartbeats.on_received()
-                self._on_message(decode(text, FROM_COORDINATOR))
+                if text:
+                    self._on_message(decode(text, FROM_COORDINATOR))
         except asyncio.CancelledError:
             if not heartbeats.expired:
                 raise
@@ -278,15 +296,18 @@ class WebSocketLink:
 
 
 class _Heartbeats:
-    """Sends three heartbeats a lease, and detects that the coordinator sent nothing for a lease."""
+    """Sends heartbeats, and detects that the coordinator sent nothing for a lease."""
 
-    def __init__(self, lease: float, *, send: Callable[[], None], on_expired: Callable[[], None]) -> None:
+    def __init__(
+        self, lease: float, interval: float, *, send: Callable[[], None], on_expired: Callable[[], None]
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._lease = lease
+        self._interval = interval
         self._send = send
         self._on_expired = on_expired
         self._received_at = self._loop.time()
-        self._send_timer = self._loop.call_later(lease / 3, self._on_send_timer)
+        self._send_timer = self._loop.call_later(interval, self._on_send_timer)
         self._lease_timer = self._loop.call_later(lease, self._on_lease_timer)
         self.expired = False
 
@@ -300,7 +321,7 @@ class _Heartbeats:
 
     def _on_send_timer(self) -> None:
         self._send()
-        self._send_timer = self._loop.call_later(self._lease / 3, self._on_send_timer)
+        self._send_timer = self._loop.call_later(self._interval, self._on_send_timer)
 
     def _on_lease_timer(self) -> None:
         now = self._loop.time()
