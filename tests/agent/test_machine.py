@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from ripstop.agent.activity import Activity, ActivityKind
 from ripstop.agent.health.assessment import HealthProblem
-from ripstop.agent.machine import FINAL_REPORT_TIMEOUT_S, WAIT_LOG_DELAY_S, Agent, AgentSettings, WorkersState
+from ripstop.agent.machine import FINAL_REPORT_TIMEOUT_S, WAIT_LOG_DELAY_S, Agent
 from ripstop.agent.machine_io import (
     AgentCommand,
     AgentInput,
@@ -28,6 +28,7 @@ from ripstop.agent.machine_io import (
     WorkersStopped,
     WorkersSucceeded,
 )
+from ripstop.agent.machine_state import AgentSettings, WorkersState
 from ripstop.model.config import Timing
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.round import Address, Node, Outcome, Place

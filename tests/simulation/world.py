@@ -24,6 +24,7 @@ from typing import Any
 from ripstop.agent import machine as agent
 from ripstop.agent import machine_io as agent_io
 from ripstop.agent.health.assessment import HealthProblem
+from ripstop.agent.machine_state import AgentSettings
 from ripstop.coordinator import job_types
 from ripstop.coordinator.job import Job
 from ripstop.coordinator.job_types import JobSettings
@@ -433,7 +434,7 @@ class World:
         slots, role = random.choice((1, 1, 2, 8)), random.choice(("default", "other"))
         number = len(self.nodes) % 4 if self.rank_by is RankBy.SLOT else None  # the fifth replaces the first
         who = Node(name, f"host-{name}", slots, role, rank, number, label=f"rack{len(self.nodes) % 3}")
-        settings = agent.AgentSettings(who, self.low, self.high, self.timing, self.rank_by, RECHECK_S / 3)
+        settings = AgentSettings(who, self.low, self.high, self.timing, self.rank_by, RECHECK_S / 3)
         node = self.nodes[name] = SimNode(name, agent.Agent(settings, self.now), bool(own), self.now)
         self.note(f"{name} is up")
         self._arm(node)
