@@ -97,7 +97,7 @@ class Agent:
         self._restarts = 0  # the highest restart count seen in a place
         self._next: tuple[Place, str] | None = None  # the round to start when the workers have stopped, and why
         self._elastic: set[int] = set()  # local ranks of the workers that can go on in place
-        self._reforming: set[int] = set()  # those of them that have not left their last round yet
+        self._reforming: set[int] = set()  # those of them that have to leave their last round yet, until the deadline
         self._reform_until = 0.0
         self._is_warm = False
         self._problems: tuple[HealthProblem, ...] = ()
@@ -241,17 +241,12 @@ class Agent:
             self._unhealthy_since = now
         if [problem.key for problem in before] == [problem.key for problem in problems]:
             return []
-        texts = self._problem_texts()
-        wait = (
-            "" if self.passed_health_check else f"; waiting at most {self._join_timeout()} for recovery before joining"
-        )
+        texts, limit = self._problem_texts(), f"{self._settings.timing.join:g} s"
+        wait = "" if self.passed_health_check else f"; waiting at most {limit} for recovery before joining"
         return [LogLine(f"unhealthy: {'; '.join(texts)}{wait}"), *self._send(Problems(texts))]
 
     def _problem_texts(self) -> tuple[str, ...]:
         return tuple(problem.text for problem in self._problems)
-
-    def _join_timeout(self) -> str:
-        return f"{self._settings.timing.join:g} s"
 
     # the connection to the coordinator --------------------------------------------------------------------------------
 
@@ -309,7 +304,7 @@ class Agent:
             return self._replace(set(self._reforming), why)
         if self._unhealthy_since is not None and now >= self._unhealthy_since + self._settings.timing.join:
             problems = "; ".join(self._problem_texts())
-            return self._exit_with(ExitAgent(1, f"unhealthy for {self._join_timeout()}: {problems}"))
+            return self._exit_with(ExitAgent(1, f"unhealthy for {self._settings.timing.join:g} s: {problems}"))
         assert self._waiting_since is not None, "a healthy agent has a deadline only while it waits for the coordinator"
         timeout, error = self._coordinator_timeout(), self._connection_error
         if now < self._waiting_since + timeout:
@@ -381,7 +376,7 @@ class Agent:
         self._newest_round, self._restarts = place.round, max(self._restarts, place.restarts)
         if self.state is WorkersState.IDLE:
             return self._start(place, why)
-        kept = self._elastic - {failure.local_rank for failure in self._failures}
+        kept = self._elastic - self._failed_ranks()
         if kept and self._settings.timing.inprocess and self.state in (WorkersState.RUNNING, WorkersState.FAILED):
             return self._reform(place, why, kept, now)
         self._next = (place, why)
@@ -425,10 +420,14 @@ class Agent:
         if not self._has_workers_of(round):
             return []
         self._failures += failures
+        self._reforming -= self._failed_ranks()
         if self.state in (WorkersState.RUNNING, WorkersState.FAILED):
             self.state = WorkersState.FAILED
             return self._send(Failed(round, trim(failures)))
         return []  # the workers are being stopped: `Stopped` reports the failures
+
+    def _failed_ranks(self) -> set[int]:
+        return {failure.local_rank for failure in self._failures}
 
     def _stop(self, why: str, signum: int = SIGTERM) -> list[AgentCommand]:
         """Stop the workers, unless there are none or they are being stopped."""

@@ -285,7 +285,7 @@ class RoundRunner:
     ) -> None:
         began, place = self._loop.time(), round.place
         try:
-            await self._stores.replace(old_store, place)
+            await self._stores.replace(old_store, place, self._config.timing.inprocess)
             self._stores.serve(place, self._spawner)
             self._state_memory.listen()
             self.replication.start_round(place)

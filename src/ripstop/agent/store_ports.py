@@ -34,6 +34,7 @@ class StorePorts:
         self._offered: StorePort | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._store: StorePort | None = None
+        self._ending: dict[StorePort, asyncio.TimerHandle] = {}  # stores of rounds that are over
 
     def open(self, host: str, port: int, *, is_required: bool) -> None:
         """Listen for the store of a later round; StartError if that fails and the port is required."""
@@ -58,14 +59,21 @@ class StorePorts:
             self._store, self._offered = self._offered, None
         return last
 
-    async def replace(self, last: StorePort | None, place: Place) -> None:
-        """End the last round's store.  Its port may be this round's too, if the user fixed it."""
+    async def replace(self, last: StorePort | None, place: Place, delay: float) -> None:
+        """End the last round's store after a delay, or now if the user fixed the port, so that this round needs it too.
+
+        A worker that goes on in place may be about to connect to the old store: torch would retry for half an hour.
+        """
         if last is None:
             return
         if last.port == place.store.port:
             await last.close()
         else:
-            self._run_task(last.close())
+            self._ending[last] = asyncio.get_running_loop().call_later(delay, self._end, last)
+
+    def _end(self, store: StorePort) -> None:
+        del self._ending[store]
+        self._run_task(store.close())
 
     def serve(self, place: Place, spawner: Starter) -> None:
         if place.group_rank == 0:
@@ -82,5 +90,8 @@ class StorePorts:
         if self._retry is not None:
             self._retry.cancel()
         await self.close_store()
+        for store, timer in self._ending.items():
+            timer.cancel()
+            await store.close()
         if self._offered is not None:
             await self._offered.close()

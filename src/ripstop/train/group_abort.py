@@ -118,8 +118,15 @@ def _shut_down(fd: int, inode: int | None, peers: set[tuple[str, int]] | None) -
         if opened is None:
             return
         with opened:
-            if peers is None or (opened.family != socket.AF_UNIX and opened.getpeername()[:2] in peers):
+            if peers is None or _peer(opened) in peers:
                 opened.shutdown(socket.SHUT_RDWR)
+
+
+def _peer(connection: socket.socket) -> tuple[str, int] | None:
+    if connection.family == socket.AF_UNIX:
+        return None
+    host, port, *_ = connection.getpeername()
+    return host.removeprefix("::ffff:"), port  # torch's sockets use IPv6 for IPv4 too
 
 
 def _copy(fd: int, inode: int | None) -> socket.socket | None:
