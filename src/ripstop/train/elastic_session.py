@@ -88,8 +88,6 @@ class _Session:
     def __exit__(self, *_: object) -> None:
         self._leave()
         interruption.leave()
-        if self._socket is not None:
-            gc.unfreeze()
 
     def enter(self) -> None:
         """Prepare the process for the round, its first one or the next."""
