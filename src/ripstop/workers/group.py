@@ -100,15 +100,16 @@ class Group:
     async def _replace(self, specs: Mapping[int, ProcessSpec], grace: float) -> None:
         old = {self._pids[rank] for rank in specs}
         await self._end(old & self._live, grace)
-        await self._children.end_trees(old, 0.0, with_adopted=False)
         if not specs:
             return
+        new = await self._spawner.spawn(list(specs.values()))
         pids = list(self._pids)
-        for rank, pid in zip(specs, await self._spawner.spawn(list(specs.values())), strict=True):
+        for rank, pid in zip(specs, new, strict=True):
             pids[rank] = pid
         self._pids = tuple(pids)
         self._failed = False
-        self._watch([pids[rank] for rank in specs])
+        self._watch(new)
+        await self._children.end_trees(old, 0.0, with_adopted=False)  # last: all ranks wait for the new worker
 
     async def _end(self, pids: set[int], grace: float) -> None:
         """End these live workers, whose exits nobody needs to know."""
