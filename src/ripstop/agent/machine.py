@@ -393,16 +393,12 @@ class Agent:
     # workers ----------------------------------------------------------------------------------------------------------
 
     def _start(self, place: Place, why: str) -> list[AgentCommand]:
-        self.state = WorkersState.RUNNING
-        self.place = place
-        self._failures = ()
+        self.state, self.place, self._failures = WorkersState.RUNNING, place, ()
         self._elastic.clear()
         return [StartWorkers(place, why), *self._offer_store_port()]
 
     def _reform(self, place: Place, why: str, kept: set[int], now: float) -> list[AgentCommand]:
-        self.state = WorkersState.RUNNING
-        self.place = place
-        self._failures = ()
+        self.state, self.place, self._failures = WorkersState.RUNNING, place, ()
         self._elastic, self._reforming = set(kept), set(kept)
         self._reform_until = now + self._settings.timing.inprocess
         command = ReformWorkers(place, why, tuple(sorted(kept)), self._settings.timing.shutdown)
