@@ -110,6 +110,7 @@ class RoundRunner:
             self._saver = Saver(config.checkpoints, config.run_id, spawner, environ, self._children, run_task)
         self._specs = WorkerSpecs(config, environ, self._reports.path)
         self._elastic = ElasticWorkers(
+            find_worker=self._find_worker,
             on_registered=partial(self._on_elastic, WorkerRegistered),
             on_left=partial(self._on_elastic, WorkerLeft),
             on_reformed=self._on_reformed,
@@ -276,8 +277,7 @@ class RoundRunner:
             old.stopped.set_result(None)
         if self._timers is not None:
             self._timers.new_round()
-        for rank in set(range(place.slots)) - staying:
-            self._run_task(self._console.finish(old.logs.files(rank)))
+        round.old_files = [old.logs.files(rank) for rank in range(place.slots) if rank not in staying]
         self._run_task(self._reform(round, group, logs, why, grace, old_store))
 
     async def _reform(
@@ -289,11 +289,11 @@ class RoundRunner:
             self._stores.serve(place, self._spawner)
             self._state_memory.listen()
             self.replication.start_round(place)
-            live = group.live
-            for rank in sorted(round.reforming):
-                env = self._specs.environment(place, rank, logs.error_file(rank))
-                self._elastic.tell(live[rank], place.round, {name: env[name] for name in ROUND_VARIABLES})
             missing = [rank for rank in range(place.slots) if rank not in round.reforming]
+            for rank, pid in group.live.items():
+                if rank in round.reforming:
+                    env = self._specs.environment(place, rank, logs.error_file(rank))
+                    self._elastic.tell(pid, place.round, {name: env[name] for name in ROUND_VARIABLES})
             await self._start_in_place(round, group, logs, missing, grace)
         except StartError as error:
             self._on_start_failed(round, str(error))
@@ -312,6 +312,9 @@ class RoundRunner:
         logs.follow(self._console)
         await group.replace({rank: self._spec(round, rank) for rank in ranks}, grace)
         round.starting.clear()
+        for files in round.old_files:
+            self._run_task(self._console.finish(files))
+        round.old_files = []
 
     def replace(self, number: int, local_ranks: Sequence[int]) -> None:
         """Kill these workers, and start others in their places."""
@@ -319,6 +322,7 @@ class RoundRunner:
         assert round is not None and round.place.round == number, "only workers of the running round are replaced"
         round.reforming -= set(local_ranks)
         round.kept -= len(local_ranks)
+        round.old_files += [round.logs.files(rank) for rank in local_ranks]
         self._run_task(self._replace(round, local_ranks))
 
     async def _replace(self, round: Round, local_ranks: Sequence[int]) -> None:
@@ -338,6 +342,10 @@ class RoundRunner:
         if (worker := self._worker(pid)) is not None:
             self._report(make_input(worker[0].place.round, worker[1]))
 
+    def _find_worker(self, pid: int) -> int | None:
+        worker = self._worker(pid)
+        return None if worker is None or worker[0].group is None else worker[0].group.pids[worker[1]]
+
     def _on_reformed(self, pid: int, number: int) -> None:
         if (worker := self._worker(pid)) is not None and worker[0].place.round == number:
             round, rank = worker
@@ -348,19 +356,9 @@ class RoundRunner:
     def _record_start(self, round: Round, pids: tuple[int, ...], why: str, began: float) -> None:
         now, place = self._loop.time(), round.place
         pause = now - self._recovery.failed_at if self._recovery else 0.0
-        self._recorder.record(
-            events.WorkersStarted(
-                place.round,
-                place.first_rank,
-                place.world_size,
-                place.restarts,
-                pids,
-                now - began,
-                pause,
-                why,
-                len(self._standbys.taken) if self._standbys else 0,
-            )
-        )
+        where = place.round, place.first_rank, place.world_size, place.restarts
+        standbys = len(self._standbys.taken) if self._standbys else 0
+        self._recorder.record(events.WorkersStarted(*where, pids, now - began, pause, why, standbys))
         round.started = began, now
         self._record_recovery(round)
 

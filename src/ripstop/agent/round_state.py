@@ -1,6 +1,7 @@
 """What the agent knows of the round that runs on its node, or ran last."""
 
 import asyncio
+from pathlib import Path
 
 from msgspec import Struct, field
 
@@ -28,6 +29,7 @@ class Round(Struct):
     timer_kills: dict[int, TimerKill] = field(default_factory=dict)  # workers that the agent killed, by local rank
     reforming: set[int] = field(default_factory=set)  # workers that go on, and have not left their last round yet
     starting: set[int] = field(default_factory=set)  # local ranks whose workers are being started beside others
+    old_files: list[tuple[Path, ...]] = field(default_factory=list)  # log files of workers that are being replaced
     kept: int = 0  # workers that went on in place
     started: tuple[float, float] | None = None  # when the start was requested, and when the workers ran
     stopped: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())

@@ -11,6 +11,7 @@ from collections.abc import Callable
 is_elastic = False  # the training function runs inside `train.elastic`
 entries = 0  # of this process into its training function: the number of rounds in which it took part
 _is_over = threading.Event()
+_thread = 0  # the one that runs the function; others go on
 on_opposed: Callable[[str], None] | None = None  # set while the function runs
 
 
@@ -24,8 +25,8 @@ def interrupt() -> None:
 
 def enter() -> None:
     """The training function is about to be entered."""
-    global is_elastic, entries
-    is_elastic = True
+    global is_elastic, entries, _thread
+    is_elastic, _thread = True, threading.get_ident()
     entries += 1
     _is_over.clear()
 
@@ -41,7 +42,7 @@ def is_over() -> bool:
 
 def check() -> None:
     """Raise if the round is over."""
-    if _is_over.is_set():
+    if _is_over.is_set() and threading.get_ident() == _thread:
         raise Interrupted("the round is over; train.elastic enters the function again")
 
 

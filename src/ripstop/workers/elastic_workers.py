@@ -12,16 +12,21 @@ from msgspec import Struct
 
 
 class ElasticWorkers(Struct):
-    """The callbacks get the worker's pid.  `on_left` also tells that a message cannot be sent."""
+    """The callbacks get the worker's pid.  `on_left` also tells that a message cannot be sent.
 
+    `find_worker`: the pid of the live worker that this process is or belongs to; a worker may be a shell script.
+    """
+
+    find_worker: Callable[[int], int | None]
     on_registered: Callable[[int], None]
     on_left: Callable[[int], None]
     on_reformed: Callable[[int, int], None]  # and the round
     _connections: dict[int, socket.socket] = {}  # by pid; msgspec copies the default
 
     def register(self, pid: int, connection: socket.socket) -> None:
-        self._connections[pid] = connection
-        self.on_registered(pid)
+        if (worker := self.find_worker(pid)) is not None:
+            self._connections[worker] = connection
+            self.on_registered(worker)
 
     def closed(self, connection: socket.socket) -> None:
         for pid in [pid for pid, found in self._connections.items() if found is connection]:
