@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ripstop.agent import query_handler, round_runner
+from ripstop.agent import query_handler, store_ports
 from ripstop.agent.driver import Driver
 from ripstop.agent.machine_io import InspectWorkers, OpenStorePort
 from ripstop.agent.query_handler import MAX_OPEN_QUERIES
@@ -171,7 +171,7 @@ def test_workers_that_cannot_be_inspected_do_not_end_the_agent(tmp_path: Path, m
 def test_a_store_port_that_cannot_be_opened_is_retried_unless_it_is_required(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(round_runner, "STORE_PORT_RETRY_S", 0.01)
+    monkeypatch.setattr(store_ports, "STORE_PORT_RETRY_S", 0.01)
 
     def fails(host: str, port: int) -> None:
         raise StartError("no port is free")
@@ -179,7 +179,7 @@ def test_a_store_port_that_cannot_be_opened_is_retried_unless_it_is_required(
     async def scenario(driver: Driver, coordinator: Coordinator) -> None:
         await coordinator.receive(Ready)
         with monkeypatch.context() as patch:
-            patch.setattr(round_runner, "StorePort", fails)
+            patch.setattr(store_ports, "StorePort", fails)
             with pytest.raises(StartError):
                 driver._execute(OpenStorePort(is_required=True))
             driver._execute(OpenStorePort())

@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from ripstop.agent.activity import Activity, ActivityKind
 from ripstop.agent.health.assessment import HealthProblem
-from ripstop.agent.machine import FINAL_REPORT_TIMEOUT_S, WAIT_LOG_DELAY_S, Agent, AgentSettings, WorkersState
+from ripstop.agent.machine import FINAL_REPORT_TIMEOUT_S, WAIT_LOG_DELAY_S, Agent
 from ripstop.agent.machine_io import (
     AgentCommand,
     AgentInput,
@@ -16,6 +16,8 @@ from ripstop.agent.machine_io import (
     InspectWorkers,
     LogLine,
     OpenStorePort,
+    ReformWorkers,
+    ReplaceWorkers,
     SendToCoordinator,
     SignalReceived,
     StartWorkers,
@@ -23,11 +25,15 @@ from ripstop.agent.machine_io import (
     StorePortReady,
     Tick,
     WarmupDone,
+    WorkerLeft,
+    WorkerReformed,
+    WorkerRegistered,
     WorkersFailed,
     WorkersInspected,
     WorkersStopped,
     WorkersSucceeded,
 )
+from ripstop.agent.machine_state import AgentSettings, WorkersState
 from ripstop.model.config import Timing
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.round import Address, Node, Outcome, Place
@@ -682,3 +688,61 @@ def test_a_node_is_ready_when_it_is_warm_connected_and_healthy_or_its_workers_ru
     assert agent.reason_not_ready() == "", "healthy workers continue"
     on(agent, SignalReceived(15))
     assert agent.reason_not_ready() == "the node is leaving, or the job is over"
+
+
+# workers that go on in place ------------------------------------------------------------------------------------------
+
+
+def elastic_agent(*local_ranks: int) -> Agent:
+    agent = running_agent()
+    for rank in local_ranks:
+        agent.on(WorkerRegistered(1, rank), 1.0)
+    return agent
+
+
+def test_workers_that_registered_go_on_in_the_next_round_unless_they_failed() -> None:
+    agent = elastic_agent(0, 1)
+    agent.on(WorkersFailed(1, (failure(),)), 5.0)
+    assert on(agent, assign(2), 6.0) == [ReformWorkers(place(2), "because", (1,), 30.0)]
+    assert (agent.state, agent.place, agent.deadline()) == (WorkersState.RUNNING, place(2), 11.0)
+    assert on(agent, WorkerReformed(2, 1), 7.0) == []
+    assert agent.deadline() is None
+
+
+def test_workers_of_a_node_without_a_fault_all_go_on() -> None:
+    assert on(elastic_agent(0, 1), assign(2), 6.0) == [ReformWorkers(place(2), "because", (0, 1), 30.0)]
+
+
+def test_without_a_worker_that_can_go_on_all_are_replaced() -> None:
+    agent = elastic_agent(0)
+    agent.on(WorkersFailed(1, (failure(),)), 5.0)
+    assert on(agent, assign(2), 6.0) == [StopWorkers(1, 15, 30.0, "because")]
+    left = elastic_agent(1)
+    left.on(WorkerLeft(1, 1), 2.0)
+    assert on(left, assign(2), 6.0) == [StopWorkers(1, 15, 30.0, "because")]
+
+
+def test_a_worker_that_does_not_leave_its_last_round_in_time_is_replaced_in_the_new_one() -> None:
+    agent = elastic_agent(0, 1)
+    agent.on(assign(2), 6.0)
+    agent.on(WorkerReformed(2, 0), 6.1)
+    assert on(agent, WorkerReformed(1, 1), 6.2) == []  # of an earlier round
+    assert on(agent, Tick(), 10.9) == []
+    assert on(agent, Tick(), 11.0) == [ReplaceWorkers(2, (1,))]
+    assert on(agent, assign(3), 12.0) == [ReformWorkers(place(3), "because", (0,), 30.0)]
+
+
+def test_a_worker_that_exits_before_it_has_entered_the_new_round_is_replaced_at_once() -> None:
+    agent = elastic_agent(0, 1)
+    agent.on(assign(2), 6.0)
+    assert on(agent, WorkerLeft(2, 1, has_exited=True), 6.1) == [ReplaceWorkers(2, (1,))]
+    assert on(agent, WorkerLeft(2, 1, has_exited=True), 6.2) == []
+
+
+def test_a_node_without_a_place_stops_its_workers() -> None:
+    agent = elastic_agent(0, 1)
+    assert on(agent, CoordinatorMessage(StandBy(1, "too few nodes")), 6.0) == [
+        StopWorkers(1, 15, 30.0, "too few nodes")
+    ]
+    assert on(agent, assign(2), 6.1) == []
+    assert on(agent, WorkersStopped(1), 6.2) == [StartWorkers(place(2), "because")]

@@ -16,7 +16,7 @@ OURS_ALONE = {
     *("--restart-window", "--restart-backoff", "--hang-timeout", "--max-infra-restarts", "--probe-port", "--linger"),
     *("--standby", "--standby-warmup", "--notify-url"),
     *("--quiet", "--log-level", "--log-format"),
-    *("--replicate", "--replicate-bandwidth", "--allow-chaos"),
+    *("--replicate", "--replicate-bandwidth", "--allow-chaos", "--inprocess-timeout"),
 }
 TORCHS_SINCE_2_12 = {
     "--duplicate-stdout-filters",

@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ripstop.logs.console import RESERVED_BYTES, Console, Prefixer, _Copier, _LogFile
-from ripstop.logs.directory import LogDirectory, RoundLogs, file_name
+from ripstop.logs.directory import KeptLogs, LogDirectory, RoundLogs, file_name
 from ripstop.model.config import Logs, OutputStreams, StreamMap
 from ripstop.model.errors import StartError, UsageError
 from ripstop.model.round import Address, Place
@@ -41,6 +42,21 @@ def test_each_worker_has_a_directory_by_round_and_rank(tmp_path: Path) -> None:
     assert logs.stderr(1) == tmp_path / "job7" / "round_2" / "5" / "stderr.log"
     assert logs.error_file(1) == tmp_path / "job7" / "round_2" / "5" / "error.json"
     assert all(path.exists() for rank in range(2) for path in logs.files(rank))
+
+
+def test_a_worker_that_goes_on_in_place_keeps_its_files_until_it_is_replaced(tmp_path: Path) -> None:
+    old, middle, new = (
+        RoundLogs(tmp_path, Logs(), replace(PLACE, round=round), "default", terminal=False) for round in (2, 3, 4)
+    )
+    logs = KeptLogs(new, {0: KeptLogs(middle, {0: old})})  # local rank 0 goes on for the second time
+    logs.prepare()
+    assert [logs.stderr(0), logs.stderr(1)] == [old.stderr(0), new.stderr(1)]
+    assert logs.error_file(0) == old.error_file(0)
+    assert [path.exists() for path in (logs.directory(0), logs.directory(1))] == [False, True]  # only new ones are made
+    logs.start([0])
+    logs.prepare()
+    assert logs.stderr(0) == new.stderr(0)
+    assert logs.directory(0).exists()
 
 
 def test_redirects_and_tee_select_the_streams_with_files(tmp_path: Path) -> None:

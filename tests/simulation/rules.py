@@ -299,6 +299,8 @@ class Rules:
             runs = node.group.place if node.group else None
             if runs != place:
                 return f"{node.id} runs {runs}, should {place}"
+            if node.group and node.group.outside:
+                return f"{node.id}: workers {node.group.outside} are not in the round"
             if node.group and node.group.state not in ("running", "done"):
                 return f"{node.id}'s workers are {node.group.state}"
         return ""

@@ -46,6 +46,14 @@ def an_offered_port_outlives_its_connection(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Agent, "_on_disconnected", unlink)
 
 
+def a_worker_that_is_stuck_in_its_last_round_stays(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Agent, "_replace", lambda agent, ranks, why: agent._reforming.clear() or [])
+
+
+def a_worker_that_failed_goes_on_in_place(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Agent, "_failed_ranks", lambda agent: set())
+
+
 def a_heartbeat_renews_no_lease(patch: pytest.MonkeyPatch) -> None:
     original = Job._on_message
 
@@ -208,6 +216,8 @@ MUTANTS: list[Patch] = [
     progress_is_ignored,
     an_old_port_is_used_again,
     an_offered_port_outlives_its_connection,
+    a_worker_that_is_stuck_in_its_last_round_stays,
+    a_worker_that_failed_goes_on_in_place,
     a_heartbeat_renews_no_lease,
     the_first_round_waits_for_no_node,
     a_silent_node_is_never_lost,

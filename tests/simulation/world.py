@@ -14,7 +14,7 @@ that can run, or in an end that every node knows.  `rules.py` has the rules for 
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -24,6 +24,7 @@ from typing import Any
 from ripstop.agent import machine as agent
 from ripstop.agent import machine_io as agent_io
 from ripstop.agent.health.assessment import HealthProblem
+from ripstop.agent.machine_state import AgentSettings
 from ripstop.coordinator import job_types
 from ripstop.coordinator.job import Job
 from ripstop.coordinator.job_types import JobSettings
@@ -97,12 +98,15 @@ class Connection:
 class Group:
     """The workers of one node in one round."""
 
-    __slots__ = ("began", "place", "state")
+    __slots__ = ("began", "failed", "outside", "place", "registered", "state")
 
-    def __init__(self, place: Place, began: float) -> None:
+    def __init__(self, place: Place, began: float, kept: Collection[int] = ()) -> None:
         self.place = place
         self.began = began  # when they are up
         self.state = "running"
+        self.registered: set[int] = set(kept)  # local ranks of workers that can go on in place
+        self.outside: set[int] = set(kept)  # those of them that have not left their last round
+        self.failed: set[int] = set()
 
 
 class SimNode:
@@ -149,13 +153,14 @@ class World:
         window = random.choice((0.0, 0.0, 8.0))
         self.budget = Budget(random.choice(mix.restarts), window, 2.0, (0, 1, 100)[seed // 7 % 3], infra_window=20.0)
         last_call = (0.5, 0.5, 0.5, 4.0)[seed // 11 % 4]
-        self.timing = Timing(last_call=last_call, join=8.0, lease=LEASE_S, coordinator=10.0, shutdown=1.0)
+        self.timing = Timing(last_call, join=8.0, lease=LEASE_S, coordinator=10.0, shutdown=1.0, inprocess=0.5)
         self.fixed = random.random() < 0.1  # a static job: every node requests a rank
         self.low, self.high = (high, high) if self.fixed else (low, high)
         self.rank_by = RankBy.JOIN if self.fixed else tuple(RankBy)[seed % len(RankBy)]
         self.has_own = random.random() < 0.3
         self.finishing = random.random() < 0.4  # workers exit 0 some time after the last fault
         self.slow = random.random() < 0.2
+        self.elastic = seed % 5 < 2  # workers can go on in place
         self.quarantine = QuarantineLimits(random.choice((0, 2, 3)), window=10.0, cooldown=5.0)
         # the coordinator's process
         self.life = 0
@@ -433,7 +438,7 @@ class World:
         slots, role = random.choice((1, 1, 2, 8)), random.choice(("default", "other"))
         number = len(self.nodes) % 4 if self.rank_by is RankBy.SLOT else None  # the fifth replaces the first
         who = Node(name, f"host-{name}", slots, role, rank, number, label=f"rack{len(self.nodes) % 3}")
-        settings = agent.AgentSettings(who, self.low, self.high, self.timing, self.rank_by, RECHECK_S / 3)
+        settings = AgentSettings(who, self.low, self.high, self.timing, self.rank_by, RECHECK_S / 3)
         node = self.nodes[name] = SimNode(name, agent.Agent(settings, self.now), bool(own), self.now)
         self.note(f"{name} is up")
         self._arm(node)
@@ -508,6 +513,10 @@ class World:
                     )
                 case agent_io.StopWorkers(round, _, grace):
                     self._stop(node, round, grace)
+                case agent_io.ReformWorkers(place, _, kept):
+                    self._reform(node, place, kept)
+                case agent_io.ReplaceWorkers(round, ranks):
+                    self._replace(node, round, ranks)
                 case agent_io.ExitAgent():
                     self._exit(node, command)
                     return
@@ -547,6 +556,9 @@ class World:
 
     def _start(self, node: SimNode, place: Place) -> None:
         require(node.group is None, f"{node.id} starts round {place.round} while it has workers")
+        self._begin(node, place, ())
+
+    def _begin(self, node: SimNode, place: Place, kept: Collection[int]) -> None:
         require(place.round >= node.newest, f"{node.id} starts round {place.round} after it has seen {node.newest}")
         require(place.restarts >= node.restarts, f"{node.id}: fewer restarts than {node.restarts}: {place}")
         node.restarts = place.restarts
@@ -554,13 +566,48 @@ class World:
             require(place.store.port == node.offered, f"{node.id} has to serve {place.store}, offers {node.offered}")
             node.offered = 0
         began = self.now + self.random.random() * (0.5 if self.slow else 0.05)
-        node.group = Group(place, began)
+        node.group = Group(place, began, kept)
+        for rank in range(place.slots) if self.elastic else ():
+            if rank not in kept and self.random.random() < 0.9:
+                self.at(began + 0.1 * self.random.random(), self._register, node, node.group, rank)
         if place.round % 2:
             self.at(began + 0.2, self._workers_step, node, node.group)
         if self.over:
             self.soon(1.0, 3.0, self._workers_fail, node, node.group, "victim")
         if self.now >= self.calm and self.finishing:
             self.at(began + 0.1 + self.random.random(), self._try_to_finish, node, node.group)
+
+    def _register(self, node: SimNode, group: Group, rank: int) -> None:
+        if node.group is group and rank not in group.failed and group.state in ("running", "failed"):
+            group.registered.add(rank)
+            self._feed(node, agent_io.WorkerRegistered(group.place.round, rank))
+
+    def _reform(self, node: SimNode, place: Place, kept: tuple[int, ...]) -> None:
+        old = node.group
+        require(old and old.state in ("running", "failed"), f"{node.id} has no workers for {place}")
+        assert old is not None
+        unfit = set(kept) - old.registered | set(kept) & old.failed
+        require(not unfit, f"{node.id}: workers {unfit} failed or have not registered, and go on in {place}")
+        self._begin(node, place, kept)
+        for rank in kept:
+            if self.random.random() < 0.8:  # the others are stuck in the old round
+                self.soon(0.0, 0.6, self._reformed, node, node.group, rank)
+
+    def _reformed(self, node: SimNode, group: Group, rank: int) -> None:
+        if node.alive and node.group is group and rank in group.outside and rank not in group.failed:
+            has_left = self.random.random() < 0.1
+            if not has_left:
+                group.outside.discard(rank)
+            self._feed(node, agent_io.WorkerLeft(group.place.round, rank, has_exited=True) if has_left
+                       else agent_io.WorkerReformed(group.place.round, rank))  # fmt: skip
+
+    def _replace(self, node: SimNode, round: int, ranks: tuple[int, ...]) -> None:
+        group = node.group
+        require(group and group.place.round == round, f"{node.id} replaces workers of round {round}, which it has not")
+        assert group is not None
+        require(set(ranks) <= group.outside, f"{node.id} replaces {ranks}, outside are {group.outside}")
+        group.outside -= set(ranks)
+        group.registered -= set(ranks)
 
     def _workers_step(self, node: SimNode, group: Group) -> None:
         """The workers report their first step to the current coordinator."""
@@ -590,6 +637,8 @@ class World:
         if group.state == "running":
             self._fail_peers(node)
             group.state = "failed"
+        group.failed.add(0)
+        group.outside.discard(0)
         text = GLOO if kind == "victim" else "ValueError: no"
         place = group.place
         failure = Failure(place.first_rank, 0, place.round, node.id, self.now, exitcode=1, message=text, traceback=text)
@@ -600,6 +649,7 @@ class World:
         if not node.alive or node.group is not group or group.state != "running":
             return
         group.state = "failed"
+        group.failed.add(0)
         for peer in self.nodes.values():
             if peer.group and peer.group.place.store == group.place.store and self.random.random() < 0.7:
                 self.soon(0.0, 0.5, self._workers_hang, peer, peer.group)
@@ -629,9 +679,9 @@ class World:
         store = group.place.store
         if not node.alive or node.group is not group or group.state != "running":
             return
-        together = self.finished.get(group.place.store, set()) | {
-            n.id for n in self.nodes.values() if n.group and n.group.state == "running" and n.group.place.store == store
-        }
+        there = {n.id: n.group for n in self.nodes.values() if n.group and n.group.place.store == store}
+        inside = {name for name, workers in there.items() if workers.state == "running" and not workers.outside}
+        together = self.finished.get(group.place.store, set()) | inside
         if len(together) == group.place.group_size and self.now >= group.began:
             self._workers_done(node, group)
         else:

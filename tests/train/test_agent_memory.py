@@ -13,6 +13,7 @@ import pytest
 from ripstop.commit_memory import CommitId
 from ripstop.train import agent_memory
 from ripstop.train.agent_memory import AgentError, AgentMemory, Identity
+from ripstop.train.interruption import Interrupted
 from ripstop.workers.state_memory import FIRST_COPY_SLOT, MAX_NAMES, MAX_RANKS, MAX_SLOTS
 from tests.e2e.harness import wait_until
 from tests.train.conftest import Agent
@@ -50,6 +51,16 @@ def test_a_kept_buffer_is_the_same_memory_for_the_next_worker(agent: Agent, clie
     assert list(kept) == [(0, 1)]
     assert os.pread(kept[0, 1], 7, 0) == b"content"
     os.close(kept[0, 1])
+
+
+def test_what_a_worker_still_sends_in_its_last_round_changes_nothing(
+    agent: Agent, client: AgentMemory, buffer: int
+) -> None:
+    client.identity()
+    agent.round, agent.rank = 2, 1  # it goes on in place, under another rank
+    with pytest.raises(Interrupted, match="round 1 is over"):
+        client.keep("state", 0, buffer)
+    assert AgentMemory(agent.path + "-state").get("state") == {}
 
 
 def test_a_worker_gets_the_buffers_of_all_ranks_and_frees_those_of_ranks_elsewhere(

@@ -55,7 +55,7 @@ class Scene:
         self.exits: list[Exit] = []
         self.ended: asyncio.Queue[Exit] = asyncio.Queue()
         env = {**stage.env, "UP": str(stage.directory / "up")}
-        specs = [
+        self.specs = [
             ProcessSpec(
                 {**env, "RANK": str(rank)}, self.entry, self.directory / f"{rank}.out", self.directory / f"{rank}.err"
             )
@@ -63,7 +63,7 @@ class Scene:
         ]
         self.children = Children().open()
         self.spawner = Spawner(self.children, self.entry, env, start, ())
-        self.group = Group(self.children, self.spawner, specs, self._on_exit)
+        self.group = Group(self.children, self.spawner, self.specs, self._on_exit)
 
     def _on_exit(self, end: Exit) -> None:
         self.exits.append(end)
@@ -123,6 +123,26 @@ def test_stop_sends_the_given_signal_to_live_workers(stage):
         assert not any(map(exists, scene.group.pids))
 
     run_scenario(stage, "up(); time.sleep(600)", scenario, workers=2)
+
+
+def test_some_workers_are_replaced_and_the_others_go_on(stage):
+    async def scenario(scene: Scene) -> None:
+        child = (await scene.report(1))[0]
+        await scene.report(0)
+        first, second = scene.group.pids
+        (scene.directory / "up1").unlink()
+        await scene.group.replace({1: scene.specs[1]}, 0.1)
+        assert scene.group.pids[0] == first
+        assert scene.group.live == {0: first, 1: scene.group.pids[1]}
+        assert not exists(second)
+        assert not exists(child)
+        assert scene.exits == []  # nobody needs to know that the old one has ended
+        await scene.report(1)
+        os.kill(scene.group.pids[1], signal.SIGKILL)
+        assert (await scene.ended.get()).local_rank == 1
+
+    text = "signal.signal(signal.SIGTERM, signal.SIG_IGN); up(subprocess.Popen(['sleep', '600']).pid); time.sleep(600)"
+    run_scenario(stage, text, scenario, workers=2)
 
 
 def test_a_worker_can_exit_by_itself_within_the_grace(stage):

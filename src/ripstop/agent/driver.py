@@ -23,7 +23,7 @@ from ripstop.agent.activity_reporter import ActivityReporter
 from ripstop.agent.event_recorder import EventRecorder
 from ripstop.agent.health.assessment import problems
 from ripstop.agent.health.measurements import HealthProbe
-from ripstop.agent.machine import Agent, AgentSettings
+from ripstop.agent.machine import Agent
 from ripstop.agent.machine_io import (
     AgentCommand,
     AgentInput,
@@ -35,6 +35,8 @@ from ripstop.agent.machine_io import (
     InspectWorkers,
     LogLine,
     OpenStorePort,
+    ReformWorkers,
+    ReplaceWorkers,
     SendToCoordinator,
     SignalReceived,
     StartWorkers,
@@ -42,6 +44,7 @@ from ripstop.agent.machine_io import (
     Tick,
     WarmupDone,
 )
+from ripstop.agent.machine_state import AgentSettings
 from ripstop.agent.query_handler import QueryHandler
 from ripstop.agent.round_runner import RoundRunner
 from ripstop.coordinator.job_end import FINAL_REPORT_TIMEOUT_S
@@ -277,6 +280,10 @@ class Driver:
                 self._runner.start(place, why, host)
             case StopWorkers(round, signum, grace, why):
                 self._runner.stop(round, signum, grace, why)
+            case ReformWorkers(place, why, kept, grace):
+                self._runner.reform(place, why, kept, grace, host)
+            case ReplaceWorkers(round, local_ranks):
+                self._runner.replace(round, local_ranks)
             case InspectWorkers(round):
                 self._run_task(self._runner.inspect(round))
             case LogLine(text, is_warning):

@@ -16,11 +16,10 @@
 7.  A node that is ready offers a port for the store of a later round.  An offer is valid for one connection and one
     round: when the connection breaks, the agent replaces an unused offer, because a round that uses it may be lost.  A
     port that the user fixed is opened once, before the first round; a later round opens it again when it starts.
+8.  Workers that have registered for it, and have not failed, go on in place in the next round; others are replaced.  So
+    is, in the same round, one that has not left its last round after a timeout: its peers wait for its rank.
 """
 
-from enum import Enum
-
-from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ripstop.agent.activity import Activity, ActivityKind
@@ -36,6 +35,8 @@ from ripstop.agent.machine_io import (
     InspectWorkers,
     LogLine,
     OpenStorePort,
+    ReformWorkers,
+    ReplaceWorkers,
     SendToCoordinator,
     SignalReceived,
     StartWorkers,
@@ -43,15 +44,19 @@ from ripstop.agent.machine_io import (
     StorePortReady,
     Tick,
     WarmupDone,
+    WorkerLeft,
+    WorkerReformed,
+    WorkerRegistered,
     WorkersFailed,
     WorkersInspected,
     WorkersStopped,
     WorkersSucceeded,
 )
+from ripstop.agent.machine_state import REPORTED_STATUS, SIGTERM, AgentSettings, WorkersState, signal_name
 from ripstop.diagnostics.failure_ranking import trim
-from ripstop.model.config import Timing
 from ripstop.model.failure import Failure, JobReport
-from ripstop.model.round import Node, Outcome, Place, RankBy
+from ripstop.model.round import Outcome, Place
+from ripstop.model.text_formatting import rank_list
 from ripstop.protocol.messages import (
     Assign,
     Closed,
@@ -74,41 +79,9 @@ from ripstop.protocol.messages import (
     Succeeded,
 )
 
-SIGTERM = 15
-SIGNAL_NAMES = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 10: "SIGUSR1", 12: "SIGUSR2", SIGTERM: "SIGTERM"}
 FINAL_REPORT_TIMEOUT_S = 5.0  # wait for the coordinator's report when the job's end is known without it
 REPEATED_SIGNAL_S = 1.0
 WAIT_LOG_DELAY_S = 5.0  # a shorter wait for the coordinator is not logged
-
-
-class AgentSettings(Struct, frozen=True):
-    """This node and the job's settings.  `node.host` may be empty until the link finds this node's address."""
-
-    node: Node
-    min_nodes: int
-    max_nodes: int
-    timing: Timing = field(default_factory=Timing)
-    rank_by: RankBy = RankBy.JOIN
-    health_interval: float = 30.0
-    store_port: int = 0  # the port that the user fixed for the store; 0: a new free port for every round
-
-
-class WorkersState(Enum):
-    """The state of this node's workers."""
-
-    IDLE = "idle"
-    RUNNING = "running"
-    FAILED = "failed"
-    SUCCEEDED = "succeeded"
-    STOPPING = "stopping"
-    OVER = "over"
-
-
-REPORTED_STATUS = {
-    WorkersState.RUNNING: Status.RUNNING,
-    WorkersState.FAILED: Status.FAILED,
-    WorkersState.SUCCEEDED: Status.SUCCEEDED,
-}
 
 
 class Agent:
@@ -123,6 +96,9 @@ class Agent:
         self._newest_round = 0  # the highest round number seen
         self._restarts = 0  # the highest restart count seen in a place
         self._next: tuple[Place, str] | None = None  # the round to start when the workers have stopped, and why
+        self._elastic: set[int] = set()  # local ranks of the workers that can go on in place
+        self._reforming: set[int] = set()  # those of them that have to leave their last round yet, until the deadline
+        self._reform_until = 0.0
         self._is_warm = False
         self._problems: tuple[HealthProblem, ...] = ()
         self._unhealthy_since: float | None = None  # while no health check has passed yet
@@ -159,6 +135,8 @@ class Agent:
         if self.state in (WorkersState.STOPPING, WorkersState.OVER):
             return None
         times = [] if self._unhealthy_since is None else [self._unhealthy_since + self._settings.timing.join]
+        if self._reforming:
+            times.append(self._reform_until)
         if self._waiting_since is not None:
             timeout = self._coordinator_timeout()
             times.append(self._waiting_since + (timeout if self._is_wait_logged else min(WAIT_LOG_DELAY_S, timeout)))
@@ -216,7 +194,7 @@ class Agent:
             case CoordinatorLost(why):
                 return self._on_disconnected(why)
             case CoordinatorMessage(message):
-                return self._on_message(message)
+                return self._on_message(message, now)
             case WarmupDone():
                 self._is_warm = True
                 return self._offer_store_port()
@@ -235,6 +213,14 @@ class Agent:
                 return self._send(Succeeded(round))
             case WorkersStopped(round) if self._has_workers_of(round) and self.state is WorkersState.STOPPING:
                 return self._on_workers_stopped()
+            case WorkerRegistered(round, rank) if self._has_workers_of(round):
+                self._elastic.add(rank)
+            case WorkerReformed(round, rank) if self._has_workers_of(round):
+                self._reforming.discard(rank)
+            case WorkerLeft(round, rank, has_exited) if self._has_workers_of(round):
+                self._elastic.discard(rank)
+                if has_exited and rank in self._reforming:
+                    return self._replace({rank}, "exited 0 before this round")
             case SignalReceived(signum):
                 return self._on_signal(signum, now)
             case Tick():
@@ -255,17 +241,12 @@ class Agent:
             self._unhealthy_since = now
         if [problem.key for problem in before] == [problem.key for problem in problems]:
             return []
-        texts = self._problem_texts()
-        wait = (
-            "" if self.passed_health_check else f"; waiting at most {self._join_timeout()} for recovery before joining"
-        )
+        texts, limit = self._problem_texts(), f"{self._settings.timing.join:g} s"
+        wait = "" if self.passed_health_check else f"; waiting at most {limit} for recovery before joining"
         return [LogLine(f"unhealthy: {'; '.join(texts)}{wait}"), *self._send(Problems(texts))]
 
     def _problem_texts(self) -> tuple[str, ...]:
         return tuple(problem.text for problem in self._problems)
-
-    def _join_timeout(self) -> str:
-        return f"{self._settings.timing.join:g} s"
 
     # the connection to the coordinator --------------------------------------------------------------------------------
 
@@ -318,9 +299,12 @@ class Agent:
         return [SendToCoordinator(message)] if self._is_connected else []  # rule 3: the next Join reports it
 
     def _on_timeout(self, now: float) -> list[AgentCommand]:
+        if self._reforming and now >= self._reform_until:
+            why = f"did not leave the last round within {self._settings.timing.inprocess:g} s"
+            return self._replace(set(self._reforming), why)
         if self._unhealthy_since is not None and now >= self._unhealthy_since + self._settings.timing.join:
             problems = "; ".join(self._problem_texts())
-            return self._exit_with(ExitAgent(1, f"unhealthy for {self._join_timeout()}: {problems}"))
+            return self._exit_with(ExitAgent(1, f"unhealthy for {self._settings.timing.join:g} s: {problems}"))
         assert self._waiting_since is not None, "a healthy agent has a deadline only while it waits for the coordinator"
         timeout, error = self._coordinator_timeout(), self._connection_error
         if now < self._waiting_since + timeout:
@@ -358,10 +342,10 @@ class Agent:
 
     # messages from the coordinator ------------------------------------------------------------------------------------
 
-    def _on_message(self, message: FromCoordinator) -> list[AgentCommand]:
+    def _on_message(self, message: FromCoordinator, now: float) -> list[AgentCommand]:
         match message:
             case Assign(place, why):
-                return self._on_assign(place, why)
+                return self._on_assign(place, why, now)
             case StandBy(round, why):
                 return self._on_stand_by(round, why)
             case Drain(why):
@@ -380,7 +364,7 @@ class Agent:
             case _:
                 return []
 
-    def _on_assign(self, place: Place, why: str) -> list[AgentCommand]:
+    def _on_assign(self, place: Place, why: str, now: float) -> list[AgentCommand]:
         hosts_store = place.group_rank == 0
         uses_offer = self._ready is not None and self._ready.store_port == place.store.port
         if hosts_store and uses_offer:
@@ -392,6 +376,9 @@ class Agent:
         self._newest_round, self._restarts = place.round, max(self._restarts, place.restarts)
         if self.state is WorkersState.IDLE:
             return self._start(place, why)
+        kept = self._elastic - self._failed_ranks()
+        if kept and self._settings.timing.inprocess and self.state in (WorkersState.RUNNING, WorkersState.FAILED):
+            return self._reform(place, why, kept, now)
         self._next = (place, why)
         return [*self._stop(why), *self._offer_store_port()]
 
@@ -406,25 +393,44 @@ class Agent:
     # workers ----------------------------------------------------------------------------------------------------------
 
     def _start(self, place: Place, why: str) -> list[AgentCommand]:
-        self.state = WorkersState.RUNNING
-        self.place = place
-        self._failures = ()
+        self.state, self.place, self._failures = WorkersState.RUNNING, place, ()
+        self._elastic.clear()
         return [StartWorkers(place, why), *self._offer_store_port()]
+
+    def _reform(self, place: Place, why: str, kept: set[int], now: float) -> list[AgentCommand]:
+        self.state, self.place, self._failures = WorkersState.RUNNING, place, ()
+        self._elastic, self._reforming = set(kept), set(kept)
+        self._reform_until = now + self._settings.timing.inprocess
+        command = ReformWorkers(place, why, tuple(sorted(kept)), self._settings.timing.shutdown)
+        return [command, *self._offer_store_port()]
+
+    def _replace(self, local_ranks: set[int], why: str) -> list[AgentCommand]:
+        assert self.place is not None
+        self._reforming -= local_ranks
+        self._elastic -= local_ranks
+        ranks = rank_list(sorted(self.place.first_rank + rank for rank in local_ranks))
+        replaced = ReplaceWorkers(self.place.round, tuple(sorted(local_ranks)))
+        return [LogLine(f"{ranks} {why}: replaced by a new worker", is_warning=True), replaced]
 
     def _on_workers_failed(self, round: int, failures: tuple[Failure, ...]) -> list[AgentCommand]:
         if not self._has_workers_of(round):
             return []
         self._failures += failures
+        self._reforming -= self._failed_ranks()
         if self.state in (WorkersState.RUNNING, WorkersState.FAILED):
             self.state = WorkersState.FAILED
             return self._send(Failed(round, trim(failures)))
         return []  # the workers are being stopped: `Stopped` reports the failures
+
+    def _failed_ranks(self) -> set[int]:
+        return {failure.local_rank for failure in self._failures}
 
     def _stop(self, why: str, signum: int = SIGTERM) -> list[AgentCommand]:
         """Stop the workers, unless there are none or they are being stopped."""
         if self.state in (WorkersState.IDLE, WorkersState.STOPPING) or self.place is None:
             return []
         self.state = WorkersState.STOPPING
+        self._reforming.clear()
         return [StopWorkers(self.place.round, signum, self._settings.timing.shutdown, why)]
 
     def _on_workers_stopped(self) -> list[AgentCommand]:
@@ -491,7 +497,3 @@ class Agent:
             return self._stop(end.why)
         self.state = WorkersState.OVER
         return [*self._send(Left(self._exit.why or f"exit {self._exit.code}")), self._exit]
-
-
-def signal_name(signum: int) -> str:
-    return SIGNAL_NAMES.get(signum, f"signal {signum}")

@@ -71,6 +71,28 @@ class WorkersStopped(Struct, frozen=True):
     round: int
 
 
+class WorkerRegistered(Struct, frozen=True):
+    """A worker of this round can go on in place: it has entered its training function (`train.elastic`)."""
+
+    round: int
+    local_rank: int
+
+
+class WorkerReformed(Struct, frozen=True):
+    """A worker that goes on in place has left the code of its last round, and enters this one."""
+
+    round: int
+    local_rank: int
+
+
+class WorkerLeft(Struct, frozen=True):
+    """A worker cannot go on in place any more.  `has_exited`: with 0, although it was to go on in this round."""
+
+    round: int
+    local_rank: int
+    has_exited: bool = False
+
+
 class SignalReceived(Struct, frozen=True):
     """The agent received a signal that asks it to end."""
 
@@ -83,7 +105,8 @@ class Tick(Struct, frozen=True):
 
 AgentInput = (
     CoordinatorConnected | CoordinatorLost | CoordinatorMessage | WarmupDone | HealthChecked | StorePortReady
-    | WorkersFailed | WorkersInspected | WorkersSucceeded | WorkersStopped | SignalReceived | Tick
+    | WorkersFailed | WorkersInspected | WorkersSucceeded | WorkersStopped | WorkerRegistered | WorkerReformed
+    | WorkerLeft | SignalReceived | Tick
 )  # fmt: skip
 
 
@@ -123,6 +146,25 @@ class StopWorkers(Struct, frozen=True):
     why: str
 
 
+class ReformWorkers(Struct, frozen=True):
+    """The workers with these local ranks go on in place; stop the others that exist, and start new ones instead.
+
+    Report `WorkerReformed` for each that goes on.
+    """
+
+    place: Place
+    why: str
+    kept: tuple[int, ...]
+    grace: float
+
+
+class ReplaceWorkers(Struct, frozen=True):
+    """Kill the workers with these local ranks, and start others in their places of this round."""
+
+    round: int
+    local_ranks: tuple[int, ...]
+
+
 class InspectWorkers(Struct, frozen=True):
     """Read the workers' stacks, then report `WorkersInspected`."""
 
@@ -144,4 +186,7 @@ class ExitAgent(Struct, frozen=True):
     report: JobReport | None = None
 
 
-AgentCommand = SendToCoordinator | OpenStorePort | StartWorkers | StopWorkers | InspectWorkers | LogLine | ExitAgent
+AgentCommand = (
+    SendToCoordinator | OpenStorePort | StartWorkers | StopWorkers | ReformWorkers | ReplaceWorkers | InspectWorkers
+    | LogLine | ExitAgent
+)  # fmt: skip

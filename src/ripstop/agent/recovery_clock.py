@@ -13,8 +13,8 @@ class RecoveryClock(Struct):
     decided_at: float | None = None  # the coordinator or this agent decided to stop the workers
     stopped_at: float | None = None
 
-    def finish(self, round: int, requested_at: float, now: float) -> Recovered:
-        """The start of this round's workers was requested at `requested_at`; they run now."""
+    def finish(self, round: int, requested_at: float, now: float, kept: int = 0) -> Recovered:
+        """The start of this round's workers was requested at `requested_at`; they run now.  `kept` went on in place."""
         decided_at = self.detected_at if self.decided_at is None else self.decided_at
         stopped_at = decided_at if self.stopped_at is None else self.stopped_at
         return Recovered(
@@ -23,4 +23,5 @@ class RecoveryClock(Struct):
             decide=decided_at - self.detected_at + max(0.0, requested_at - stopped_at),
             stop=stopped_at - decided_at,
             start=now - max(requested_at, stopped_at),
+            kept=kept,
         )

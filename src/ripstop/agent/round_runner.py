@@ -11,19 +11,20 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from msgspec import Struct, field
 
 from ripstop.agent.activity import progress_text
 from ripstop.agent.event_recorder import EventRecorder
 from ripstop.agent.machine_io import (
     AgentInput,
     StorePortReady,
+    WorkerLeft,
+    WorkerReformed,
+    WorkerRegistered,
     WorkersFailed,
     WorkersInspected,
     WorkersStopped,
@@ -31,25 +32,27 @@ from ripstop.agent.machine_io import (
 )
 from ripstop.agent.query_handler import Workers
 from ripstop.agent.recovery_clock import RecoveryClock
-from ripstop.agent.worker_exits import ExitKind, TimerAction, WorkerExits
-from ripstop.diagnostics.evidence import Memory, TimerKill, gather, not_started, read_memory
+from ripstop.agent.round_state import Round
+from ripstop.agent.store_ports import StorePorts
+from ripstop.agent.worker_exits import ExitKind, WorkerExits
+from ripstop.agent.worker_specs import WorkerSpecs, open_standbys
+from ripstop.diagnostics.evidence import not_started, read_memory
 from ripstop.diagnostics.evidence_events import MAX_RECORDED, to_event
 from ripstop.diagnostics.hang_monitor import HangMonitor, MonitoredWorkers
-from ripstop.diagnostics.stack_dump import DUMP_SIGNAL, dump_stack
 from ripstop.logs.console import Console
-from ripstop.logs.directory import LogDirectory, LogsSource, RoundLogs
+from ripstop.logs.directory import KeptLogs, LogDirectory, LogsSource, RoundLogs
 from ripstop.model import events
-from ripstop.model.config import RunConfig, Script
+from ripstop.model.config import RunConfig
 from ripstop.model.errors import StartError
 from ripstop.model.failure import Failure
-from ripstop.model.fault_injection import EXIT_SIGNAL
 from ripstop.model.round import Place
 from ripstop.model.text_formatting import rank_list
 from ripstop.model.usage import StandbySample
 from ripstop.protocol.messages import Replicated
 from ripstop.protocol.secret import state_key
 from ripstop.replication.supervisor import Supervisor
-from ripstop.workers.environment import local_environment, worker_environment
+from ripstop.workers.elastic_workers import ElasticWorkers
+from ripstop.workers.environment import ROUND_VARIABLES
 from ripstop.workers.group import Exit, Group
 from ripstop.workers.reports import Reports, WorkerReport
 from ripstop.workers.saver import Saver
@@ -58,28 +61,9 @@ from ripstop.workers.state_memory import StateMemory, WorkerIdentity
 from ripstop.workers.store import StorePort
 
 if TYPE_CHECKING:
-    from ripstop.diagnostics.timer_pipe import Watchdog
-    from ripstop.workers.standby import Standbys
+    from ripstop.agent.worker_timers import WorkerTimers
 
 log = logging.getLogger("ripstop.agent")
-
-STORE_PORT_RETRY_S = 1.0
-
-
-class Round(Struct):
-    """The workers of one round; `group` is set when they start, `monitor` when all have started."""
-
-    place: Place
-    host: str
-    logs: RoundLogs
-    memory: Memory  # at the start
-    exits: WorkerExits
-    group: Group | None = None
-    monitor: HangMonitor | None = None
-    recorder_sockets: tuple[str, ...] = ()  # by local rank
-    recorded_evidence: int = 0  # events
-    timer_kills: dict[int, TimerKill] = field(default_factory=dict)  # workers that the agent killed, by local rank
-    stopped: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class RoundRunner:
@@ -109,9 +93,11 @@ class RoundRunner:
         self._run_task = run_task
         self._console = console
         self._loop = asyncio.get_running_loop()
-        self._timers = self._open_timer_pipe(config.timer_pipe) if config.timer_pipe else None
+        self._timers = self._open_timers(config.timer_pipe) if config.timer_pipe else None
         self._children = spawner.children.open()
-        self._standbys = self._open_standbys(spawner) if isinstance(spawner, Spawner) else None
+        self._standbys = (
+            open_standbys(config, spawner, environ, recorder.record) if isinstance(spawner, Spawner) else None
+        )
         self._spawner = self._standbys or spawner
         self._logs_source = logs_source
         if config.logs.specs:
@@ -122,30 +108,23 @@ class RoundRunner:
         self._saver = None
         if config.checkpoints is not None:
             self._saver = Saver(config.checkpoints, config.run_id, spawner, environ, self._children, run_task)
-        self._state_memory = StateMemory(self._reports.path, self._identify_worker, self._saver)
+        self._specs = WorkerSpecs(config, environ, self._reports.path)
+        self._elastic = ElasticWorkers(
+            find_worker=self._find_worker,
+            on_registered=partial(self._on_elastic, WorkerRegistered),
+            on_left=partial(self._on_elastic, WorkerLeft),
+            on_reformed=self._on_reformed,
+        )
+        self._state_memory = StateMemory(self._reports.path, self._identify_worker, self._saver, self._elastic)
         self.replication = Supervisor(config, node, self._state_memory, self._children, send_replicated)
         self._round: Round | None = None  # the one that runs, or ran last
-        self._offered_port: StorePort | None = None
-        self._port_retry: asyncio.TimerHandle | None = None
-        self._store: StorePort | None = None
+        self._stores = StorePorts(environ, self._children, run_task, self._on_port_open)
         self._recovery: RecoveryClock | None = None  # of the workers that the next ones replace
 
-    def _open_standbys(self, spawner: Spawner) -> "Standbys | None":
-        config = self._config
-        if not config.standby.count:
-            return None
-        from ripstop.workers.standby import Place as StandbyPlace
-        from ripstop.workers.standby import Standbys
+    def _open_timers(self, path: Path) -> "WorkerTimers":
+        from ripstop.agent.worker_timers import WorkerTimers
 
-        places = [
-            StandbyPlace(
-                local_environment(self._environ, config.slots, rank, virtual_local_rank=config.virtual_local_rank),
-                config.bindings[rank] if config.bindings else None,
-            )
-            for rank in range(config.standby.count)
-        ]
-        script = Path(config.entry.path) if isinstance(config.entry, Script) else None
-        return Standbys(spawner, config.standby, places, self._recorder.record, script)
+        return WorkerTimers(path, lambda: self._round, self._recorder, self._run_task)
 
     def standbys(self) -> tuple[StandbySample, ...]:
         return self._standbys.samples() if self._standbys is not None else ()
@@ -202,11 +181,7 @@ class RoundRunner:
             await self._saver.close(self._config.timing.shutdown)
         self._state_memory.close()
         self._reports.close()
-        if self._port_retry is not None:
-            self._port_retry.cancel()
-        for port in (self._store, self._offered_port):
-            if port is not None:
-                await port.close()
+        await self._stores.close()
         if self._timers is not None:
             self._timers.close()
 
@@ -216,110 +191,184 @@ class RoundRunner:
         self._spawner.close()
         self._children.close()
 
-    # the store port ---------------------------------------------------------------------------------------------------
-
     def open_store_port(self, host: str, port: int, *, is_required: bool) -> None:
         """Listen for the store of a later round; StartError if that fails and the port is required."""
-        if self._offered_port is not None:
-            self._run_task(self._offered_port.close())
-            self._offered_port = None
-        try:
-            self._offered_port = StorePort(host, port)
-        except StartError as error:
-            if is_required:
-                raise
-            log.warning("no port for the next round's store, retrying: %s", error)
-            retry = partial(self.open_store_port, host, port, is_required=False)
-            self._port_retry = self._loop.call_later(STORE_PORT_RETRY_S, retry)
-            return
-        self._report(StorePortReady(self._offered_port.port, self.replication.port(host)))
+        self._stores.open(host, port, is_required=is_required)
+
+    def _on_port_open(self, host: str, port: int) -> None:
+        self._report(StorePortReady(port, self.replication.port(host)))
 
     # start ------------------------------------------------------------------------------------------------------------
 
     def start(self, place: Place, why: str, host: str) -> None:
-        if place.group_rank == 0:
-            self._store, self._offered_port = self._offered_port, None
+        self._stores.take(place)
         self._run_task(self._start(place, why, host))
 
     async def _start(self, place: Place, why: str, host: str) -> None:
         began = self._loop.time()
-        logs = RoundLogs(self._directory.path, self._config.logs, place, self._config.role, terminal=os.isatty(2))
+        logs = self._new_logs(place)
         round = self._round = Round(place, host, logs, read_memory(), WorkerExits(place.slots))
         try:
             if self._logs_source is not None:
-                envs = {rank: self._environment(place, rank, logs.error_file(rank)) for rank in range(place.slots)}
-                round.logs = await self._logs_source.round_logs(self._directory.path, place, envs)
+                round.logs = await self._logs_from_source(self._logs_source, place, logs)
             if self._console.live is not None and round.logs.is_inherited():
                 await self._console.live.hide()
             if round.exits.is_stopping:
                 return
             round.logs.prepare()
             round.logs.follow(self._console)
-            if place.group_rank == 0:
-                self._store = self._store or StorePort(place.store.host, place.store.port)
-                self._store.serve(self._spawner, self._environ, self._children)
+            self._stores.serve(place, self._spawner)
             if self._config.hang_timeout:
                 round.recorder_sockets = self._reports.renew_recorder_sockets(place.round, place.slots)
             self._state_memory.listen()
             self.replication.start_round(place)
-            specs = [self._process_spec(round, rank) for rank in range(place.slots)]
+            specs = [self._spec(round, rank) for rank in range(place.slots)]
             round.group = Group(self._children, self._spawner, specs, lambda exit: self._on_exit(round, exit))
             await round.group.start()
         except StartError as error:
             self._on_start_failed(round, str(error))
             return
-        self._record_start(place, round.group.pids, why, began)
-        round.monitor = self._monitor(round, round.group)
+        self._on_started(round, round.group, why, began)
+
+    async def _logs_from_source(self, source: LogsSource, place: Place, default: RoundLogs) -> RoundLogs:
+        envs = {rank: self._specs.environment(place, rank, default.error_file(rank)) for rank in range(place.slots)}
+        return await source.round_logs(self._directory.path, place, envs)
+
+    def _spec(self, round: Round, local_rank: int) -> ProcessSpec:
+        recorder = round.recorder_sockets[local_rank] if round.recorder_sockets else ""
+        return self._specs.process(round.place, local_rank, round.logs, recorder)
+
+    def _on_started(self, round: Round, group: Group, why: str, began: float) -> None:
+        if self._round is not round:
+            return  # another round has replaced it meanwhile
+        self._record_start(round, group.pids, why, began)
+        round.monitor = self._monitor(round, group)
         if self._standbys is not None:
             self._standbys.on_round_started()
 
-    def _environment(self, place: Place, local_rank: int, error_file: Path) -> dict[str, str]:
-        return worker_environment(
-            self._environ,
-            place,
-            local_rank,
-            run_id=self._config.run_id,
-            role=self._config.role,
-            max_restarts=self._config.budget.max_restarts,
-            error_file=error_file,
-            earlier_restarts=self._config.earlier_restarts,
-            signals=self._config.signals,
-            virtual_local_rank=self._config.virtual_local_rank,
-            timer_pipe=self._config.timer_pipe,
-            socket=self._reports.path,
-        )
+    def _new_logs(self, place: Place) -> RoundLogs:
+        return RoundLogs(self._directory.path, self._config.logs, place, self._config.role, terminal=os.isatty(2))
 
-    def _process_spec(self, round: Round, local_rank: int) -> ProcessSpec:
-        logs = round.logs
-        env = self._environment(round.place, local_rank, logs.error_file(local_rank))
-        env |= logs.environment(local_rank)
-        binding = self._config.bindings[local_rank] if self._config.bindings else None
-        needs_stacks = self._config.hang_timeout or self._config.timer_pipe
-        stacks = (DUMP_SIGNAL, logs.stack_file(local_rank)) if needs_stacks else None
-        recorder = round.recorder_sockets[local_rank] if round.recorder_sockets else ""
-        outputs = logs.stdout(local_rank), logs.stderr(local_rank)
-        exit_signal = EXIT_SIGNAL if self._config.allow_chaos else 0
-        return ProcessSpec(env, self._config.entry, *outputs, binding, stacks, recorder, local_rank, exit_signal)
+    # in place ---------------------------------------------------------------------------------------------------------
 
-    def _record_start(self, place: Place, pids: tuple[int, ...], why: str, began: float) -> None:
-        now = self._loop.time()
-        recovery, self._recovery = self._recovery, None
-        pause = now - recovery.failed_at if recovery else 0.0
-        self._recorder.record(
-            events.WorkersStarted(
-                place.round,
-                place.first_rank,
-                place.world_size,
-                place.restarts,
-                pids,
-                now - began,
-                pause,
-                why,
-                len(self._standbys.taken) if self._standbys else 0,
-            )
-        )
-        if recovery:
-            self._recorder.record(recovery.finish(place.round, began, now))
+    def reform(self, place: Place, why: str, kept: Sequence[int], grace: float, host: str) -> None:
+        """The workers with these local ranks go on in this place, if they live; others are replaced."""
+        old = self._round
+        assert old is not None and old.group is not None, "only workers that exist go on"
+        if self._standbys is not None:
+            self._standbys.on_round_stopping()
+        recovery = self._start_recovery_clock()
+        recovery.decided_at = recovery.decided_at or self._loop.time()
+        old_store = self._stores.take(place)
+        group = old.group
+        staying = {rank for rank in kept if rank in group.live}
+        logs = KeptLogs(self._new_logs(place), dict.fromkeys(staying, old.logs))
+        round = Round(place, host, logs, read_memory(), WorkerExits(place.slots), group, reforming=staying)
+        round.kept = len(staying)
+        if self._config.hang_timeout:
+            sockets = {rank: path for rank, path in enumerate(old.recorder_sockets) if rank in staying}
+            round.recorder_sockets = self._reports.renew_recorder_sockets(place.round, place.slots, sockets)
+        self._round = round
+        group.on_exit = lambda exit: self._on_exit(round, exit)
+        if old.monitor is not None:
+            old.monitor.close()
+            old.monitor = None
+        if not old.stopped.done():
+            old.stopped.set_result(None)
+        if self._timers is not None:
+            self._timers.new_round()
+        round.old_files = [old.logs.files(rank) for rank in range(place.slots) if rank not in staying]
+        self._run_task(self._reform(round, group, logs, why, grace, old_store))
+
+    async def _reform(
+        self, round: Round, group: Group, logs: KeptLogs, why: str, grace: float, old_store: StorePort | None
+    ) -> None:
+        began, place = self._loop.time(), round.place
+        try:
+            await self._stores.replace(old_store, place, self._config.timing.inprocess)
+            self._stores.serve(place, self._spawner)
+            self._state_memory.listen()
+            self.replication.start_round(place)
+            missing = [rank for rank in range(place.slots) if rank not in round.reforming]
+            for rank, pid in group.live.items():
+                if rank in round.reforming:
+                    env = self._specs.environment(place, rank, logs.error_file(rank))
+                    self._elastic.tell(pid, place.round, {name: env[name] for name in ROUND_VARIABLES})
+            await self._start_in_place(round, group, logs, missing, grace)
+        except StartError as error:
+            self._on_start_failed(round, str(error))
+            return
+        self._on_started(round, group, why, began)
+
+    async def _start_in_place(
+        self, round: Round, group: Group, logs: KeptLogs, local_ranks: Sequence[int], grace: float
+    ) -> None:
+        round.starting |= set(local_ranks)
+        ranks = sorted(round.starting)
+        if self._logs_source is not None and ranks:
+            logs.use(await self._logs_from_source(self._logs_source, round.place, self._new_logs(round.place)))
+        logs.start(ranks)
+        logs.prepare()
+        logs.follow(self._console)
+        await group.replace({rank: self._spec(round, rank) for rank in ranks}, grace)
+        round.starting.clear()
+        for files in round.old_files:
+            self._run_task(self._console.finish(files))
+        round.old_files = []
+
+    def replace(self, number: int, local_ranks: Sequence[int]) -> None:
+        """Kill these workers, and start others in their places."""
+        round = self._round
+        assert round is not None and round.place.round == number, "only workers of the running round are replaced"
+        round.reforming -= set(local_ranks)
+        round.kept -= len(local_ranks)
+        round.old_files += [round.logs.files(rank) for rank in local_ranks]
+        self._run_task(self._replace(round, local_ranks))
+
+    async def _replace(self, round: Round, local_ranks: Sequence[int]) -> None:
+        began, group, logs = self._loop.time(), round.group, round.logs
+        assert group is not None and isinstance(logs, KeptLogs), "only workers that went on are replaced"
+        if round.monitor is not None:
+            round.monitor.close()
+            round.monitor = None
+        try:
+            await self._start_in_place(round, group, logs, local_ranks, 0.0)
+        except StartError as error:
+            self._on_start_failed(round, str(error))
+            return
+        self._on_started(round, group, "workers did not go on in place", began)
+
+    def _on_elastic(self, make_input: Callable[[int, int], AgentInput], pid: int) -> None:
+        if (worker := self._worker(pid)) is not None:
+            self._report(make_input(worker[0].place.round, worker[1]))
+
+    def _find_worker(self, pid: int) -> int | None:
+        worker = self._worker(pid)
+        return None if worker is None or worker[0].group is None else worker[0].group.pids[worker[1]]
+
+    def _on_reformed(self, pid: int, number: int) -> None:
+        if (worker := self._worker(pid)) is not None and worker[0].place.round == number:
+            round, rank = worker
+            round.reforming.discard(rank)
+            self._report(WorkerReformed(number, rank))
+            self._record_recovery(round)
+
+    def _record_start(self, round: Round, pids: tuple[int, ...], why: str, began: float) -> None:
+        now, place = self._loop.time(), round.place
+        pause = now - self._recovery.failed_at if self._recovery else 0.0
+        where = place.round, place.first_rank, place.world_size, place.restarts
+        standbys = len(self._standbys.taken) if self._standbys else 0
+        self._recorder.record(events.WorkersStarted(*where, pids, now - began, pause, why, standbys))
+        round.started = began, now
+        self._record_recovery(round)
+
+    def _record_recovery(self, round: Round) -> None:
+        """When all workers have started, or have gone on."""
+        if self._recovery is not None and round.started is not None and not round.reforming:
+            recovery, self._recovery = self._recovery, None
+            requested_at, started_at = round.started
+            now = self._loop.time() if round.kept else started_at
+            self._recorder.record(recovery.finish(round.place.round, requested_at, now, round.kept))
 
     def _on_start_failed(self, round: Round, why: str) -> None:
         place = round.place
@@ -346,26 +395,30 @@ class RoundRunner:
         return monitor
 
     def _on_worker_report(self, pid: int, report: WorkerReport) -> None:
-        round = self._round
-        if round is not None and round.group is not None and round.monitor is not None:
-            rank = round.group.rank_of(pid)
-            if rank is not None:
-                round.monitor.on_report(rank, report)
-                if self._standbys is not None:
-                    self._standbys.on_first_step()
+        if (worker := self._worker(pid)) is not None and worker[0].monitor is not None:
+            worker[0].monitor.on_report(worker[1], report)
+            if self._standbys is not None:
+                self._standbys.on_first_step()
 
-    def _identify_worker(self, pid: int) -> WorkerIdentity | None:
+    def _worker(self, pid: int) -> tuple[Round, int] | None:
+        """The round, and the local rank of the live worker that this process is or belongs to."""
         round = self._round
         rank = round.group.rank_of(pid) if round is not None and round.group is not None else None
-        if round is None or rank is None:
+        return None if round is None or rank is None else (round, rank)
+
+    def _identify_worker(self, pid: int) -> WorkerIdentity | None:
+        if (worker := self._worker(pid)) is None:
             return None
-        place = round.place
+        place, rank = worker[0].place, worker[1]
         local_ranks = range(place.first_rank, place.first_rank + place.slots)
         key = state_key(self._secret, self._config.run_id, place.round)
         return WorkerIdentity(place.round, local_ranks[rank], place.world_size, local_ranks, key)
 
     def _on_exit(self, round: Round, exit: Exit) -> None:
         number, rank = round.place.round, exit.local_rank
+        if exit.exitcode == 0 and rank in round.reforming:
+            self._report(WorkerLeft(number, rank, has_exited=True))
+            return
         error_file = round.logs.error_file(rank)
         wrote_error_file = exit.exitcode != 0 and error_file.exists()
         kind = round.exits.on_exit(rank, exit.exitcode, exit.signal, wrote_error_file=wrote_error_file)
@@ -377,19 +430,7 @@ class RoundRunner:
         if kind is not ExitKind.FAILED:
             return
         self._start_recovery_clock(max(0.0, time.time() - exit.at))
-        failure = gather(
-            round.place,
-            rank,
-            host=round.host,
-            at=exit.at,
-            pid=exit.pid,
-            returncode=exit.returncode,
-            logs=round.logs.directory(rank),
-            error_file=error_file,
-            stderr=round.logs.stderr(rank),
-            before=round.memory,
-            timer_kill=round.timer_kills.get(rank),
-        )
+        failure = round.failure(exit)
         # The coordinator receives a failure twice, and neither message can replace the other.  The event is history: it
         # is numbered, kept in files and sent again after a reconnect, so it must not restart a round.  `Failed` has the
         # evidence and restarts the round; the machine does not send it for workers that are being stopped.
@@ -417,34 +458,6 @@ class RoundRunner:
                 log.error("cannot inspect the workers of round %d: %r", number, defect)
         self._report(WorkersInspected(number, failures))
 
-    # timers that workers set for themselves ---------------------------------------------------------------------------
-
-    def _open_timer_pipe(self, path: Path) -> "Watchdog":
-        from ripstop.diagnostics.timer_pipe import Watchdog
-
-        return Watchdog(path, self._on_timers_expired)
-
-    def _on_timers_expired(self, pid: int, why: str, signum: int) -> None:
-        round = self._round
-        if round is None or round.group is None:
-            return
-        rank = round.group.rank_of(pid)
-        action = round.exits.on_timer_expired(rank, signum)
-        if rank is None or action is TimerAction.IGNORE:
-            return
-        missed = events.TimersMissed(round.place.round, round.place.first_rank + rank, pid, why)
-        self._recorder.record(missed, level=logging.WARNING)
-        if action is TimerAction.KILL:
-            self._run_task(self._kill_for_timer(round, round.group, rank, pid, why, signum))
-
-    async def _kill_for_timer(self, round: Round, group: Group, rank: int, pid: int, why: str, signum: int) -> None:
-        """Save the worker's stack as evidence, then send the signal, unless the workers are stopped meanwhile."""
-        if pid in group.pids:
-            found = await dump_stack(pid, round.logs.stack_file(rank))
-            round.timer_kills[rank] = TimerKill(why, found.stack)
-        if not round.exits.is_stopping:
-            group.send(pid, signum)
-
     # stop -------------------------------------------------------------------------------------------------------------
 
     def stop(self, number: int, signum: int, grace: float, why: str) -> None:
@@ -469,9 +482,7 @@ class RoundRunner:
         if round.monitor is not None:
             round.monitor.close()
             round.monitor = None
-        if self._store is not None:
-            await self._store.close()
-            self._store = None
+        await self._stores.close_store()
         if self._timers is not None:
             self._timers.new_round()
         for rank in range(round.place.slots):

@@ -19,7 +19,7 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
@@ -102,6 +102,7 @@ class RoundLogs:
         self._role = role
         self._terminal = terminal  # the agent's stderr is a terminal
         self._disk_full = False
+        self.started: Sequence[int] = range(place.slots)  # the local ranks that `prepare` and `follow` are for
 
     def environment(self, local_rank: int) -> Mapping[str, str]:
         """Additional environment variables of the worker."""
@@ -148,7 +149,7 @@ class RoundLogs:
     def prepare(self) -> None:
         """Make the directories and files of all local ranks."""
         full = False
-        for local_rank in range(self._place.slots):
+        for local_rank in self.started:
             try:
                 self._prepare(local_rank)
             except OSError as error:
@@ -178,7 +179,7 @@ class RoundLogs:
 
     def _release_space(self) -> None:
         """Free the disk space that `prepare` reserved: nobody will follow the files, and free it then."""
-        for local_rank in range(self._place.slots):
+        for local_rank in self.started:
             path = self._file(local_rank, OutputStreams.ERR)
             if path is None or not self._is_evidence_only(local_rank, OutputStreams.ERR):
                 continue
@@ -201,7 +202,7 @@ class RoundLogs:
     def follow(self, console: Console) -> None:
         """Copy the output of these workers to the console, as their routes require."""
         try:
-            for local_rank in range(self._place.slots):
+            for local_rank in self.started:
                 for fd, stream in enumerate(FILES, start=1):
                     self._follow(console, local_rank, stream, fd)
         except StartError:
@@ -249,6 +250,62 @@ class RoundLogs:
             return OutputRoute.TEE if teed else OutputRoute.FILE
         needs_evidence = stream is OutputStreams.ERR and not self._terminal and not self._disk_full
         return OutputRoute.COPY if needs_evidence else OutputRoute.CONSOLE
+
+
+class KeptLogs(RoundLogs):
+    """The files of a round in which some workers go on in place: these write to the files that they have opened."""
+
+    def __init__(self, new: RoundLogs, kept: Mapping[int, RoundLogs]) -> None:
+        self._new = new
+        self._place = new._place
+        self._kept = {rank: logs._of(rank) if isinstance(logs, KeptLogs) else logs for rank, logs in kept.items()}
+        new.started = [rank for rank in range(new._place.slots) if rank not in kept]
+
+    def use(self, new: RoundLogs) -> None:
+        """The files of the workers that start, if they are not the default."""
+        self._new = new
+
+    def start(self, local_ranks: Sequence[int]) -> None:
+        """New workers with these local ranks are about to start; `prepare` and `follow` are for them."""
+        for local_rank in local_ranks:
+            self._kept.pop(local_rank, None)
+        self._new.started = local_ranks
+
+    def _of(self, local_rank: int) -> RoundLogs:
+        return self._kept.get(local_rank, self._new)
+
+    def environment(self, local_rank: int) -> Mapping[str, str]:
+        return self._of(local_rank).environment(local_rank)
+
+    def directory(self, local_rank: int) -> Path:
+        return self._of(local_rank).directory(local_rank)
+
+    def error_file(self, local_rank: int) -> Path:
+        return self._of(local_rank).error_file(local_rank)
+
+    def stdout(self, local_rank: int) -> Path | None:
+        return self._of(local_rank).stdout(local_rank)
+
+    def stderr(self, local_rank: int) -> Path | None:
+        return self._of(local_rank).stderr(local_rank)
+
+    def stack_file(self, local_rank: int) -> Path:
+        return self._of(local_rank).stack_file(local_rank)
+
+    def hang_directory(self) -> Path:
+        return self._new.hang_directory()
+
+    def earlier(self, round: int, rank: int, stream: OutputStreams) -> Path | None:
+        return self._new.earlier(round, rank, stream)
+
+    def make_round_directory(self) -> None:
+        self._new.make_round_directory()
+
+    def prepare(self) -> None:
+        self._new.prepare()
+
+    def follow(self, console: Console) -> None:
+        self._new.follow(console)
 
 
 class LogsSource(Protocol):

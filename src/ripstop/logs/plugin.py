@@ -114,7 +114,7 @@ class PluginLogs(RoundLogs):
     def prepare(self) -> None:
         """Create directories and files that the plugin has not created; change no existing file."""
         try:
-            for local_rank in range(self._place.slots):
+            for local_rank in self.started:
                 if self._named_error_file(local_rank) is None:
                     self.make_round_directory()
                     make_own_directory(self.directory(local_rank))

@@ -143,6 +143,7 @@ class Timing(Struct, frozen=True):
     lease: float = 3.0  # without a message from a peer, after which it is lost
     coordinator: float = 600.0  # wait for a lost coordinator to return
     shutdown: float = 30.0  # between SIGTERM and SIGKILL for workers
+    inprocess: float = 5.0  # for a worker to leave its round and go on in place, before it is replaced; 0: none does
 
 
 class HealthLimits(Struct, frozen=True):

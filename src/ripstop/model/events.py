@@ -295,7 +295,7 @@ class StandbyDiscarded(_Event, frozen=True):
 
 
 class Recovered(_Event, frozen=True):
-    """This node's workers run again.  Each field is the seconds that one phase took; 0 if the node skipped the phase.
+    """This node's workers run again; `kept` of them went on in place.  A phase is in seconds, 0 if it was skipped.
 
     `detect`: from the fault until the agent noticed it.  `decide`: until the agent received its next round.  `stop`:
     until all old workers had exited.  `start`: until the new workers ran.
@@ -306,6 +306,7 @@ class Recovered(_Event, frozen=True):
     decide: float
     stop: float
     start: float
+    kept: Int64 = 0
 
 
 class FirstStep(_Event, frozen=True):
@@ -491,8 +492,7 @@ Sink = Callable[[EventRecord], None]
 
 
 def kind(event: Event) -> str:
-    """The event's name in files and in the API: `round_formed`."""
-    return str(event.__struct_config__.tag)
+    return str(event.__struct_config__.tag)  # the event's name in files and in the API: `round_formed`
 
 
 def max_chars(field: str) -> int:

@@ -213,7 +213,7 @@ def key_values(name: str, text: str) -> dict[str, str]:
     return found
 
 
-def timing(name: str, conf: Mapping[str, str], shutdown: float) -> tuple[config.Timing, list[str]]:
+def timing(name: str, conf: Mapping[str, str], shutdown: float, inprocess: float) -> tuple[config.Timing, list[str]]:
     """The timeouts that `--rdzv-conf` sets, and notes about keys without effect.
 
     As with torch, an unknown key is not an error, and `join_timeout` overrides `timeout`.
@@ -236,6 +236,7 @@ def timing(name: str, conf: Mapping[str, str], shutdown: float) -> tuple[config.
         lease=lease,
         coordinator=seconds("coordinator_timeout", default.coordinator),
         shutdown=shutdown,
+        inprocess=inprocess,
     )
     return timeouts, [note for key in conf if (note := _note_if_ignored(name, key, conf))]
 

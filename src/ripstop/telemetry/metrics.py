@@ -45,6 +45,7 @@ class Totals(Struct):
     nodes_lost: int = 0
     nodes_rejected: int = 0
     recovery: dict[str, Histogram] = field(default_factory=lambda: {stage: Histogram() for stage in STAGES})
+    inplace: int = 0
     checkpoints: int = 0
     checkpoint: tuple[int, float] | None = None  # the latest: step and time
     state_restores: dict[str, Histogram] = field(default_factory=dict)  # by source
@@ -83,7 +84,8 @@ class Totals(Struct):
         match record.event:
             case events.WorkerFailed():
                 self.worker_failures += 1
-            case events.Recovered(round, detect, decide, stop, start):
+            case events.Recovered(round, detect, decide, stop, start, kept):
+                self.inplace += kept > 0
                 self._recovered[record.node] = round
                 if len(self._recovered) > MAX_NODES:  # records may contain names of nodes that never joined
                     del self._recovered[next(iter(self._recovered))]

@@ -85,6 +85,12 @@ HISTORY_METRICS = (  # of the Totals
     Metric("ripstop_nodes_lost_total", "counter", "Nodes that were lost", field="nodes_lost"),
     Metric("ripstop_nodes_rejected_total", "counter", "Nodes that were rejected", field="nodes_rejected"),
     Metric("ripstop_recovery_seconds", "histogram", "How long a node took for each phase of a recovery", ("phase",)),
+    Metric(
+        "ripstop_inplace_recoveries_total",
+        "counter",
+        "Recoveries of a node in which workers went on in place",
+        field="inplace",
+    ),
     Metric("ripstop_checkpoints_total", "counter", "Checkpoints that workers reported", field="checkpoints"),
     Metric("ripstop_checkpoint_step", "gauge", "Step of the latest checkpoint"),
     Metric(

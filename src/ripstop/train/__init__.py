@@ -21,15 +21,17 @@ from ripstop.train.reports import checkpoint_saved, heartbeat
 if TYPE_CHECKING:
     from ripstop.train.checkpointer import Checkpointer
     from ripstop.train.data import Sampler, Stream
+    from ripstop.train.elastic_session import elastic
     from ripstop.train.state import State
 
-__all__ = ["Checkpointer", "Sampler", "State", "Stream", "checkpoint_saved", "heartbeat"]
+__all__ = ["Checkpointer", "Sampler", "State", "Stream", "checkpoint_saved", "elastic", "heartbeat"]
 
 _MODULES = {  # imported when they are first used: they need torch
     "Checkpointer": "checkpointer",
     "Sampler": "data",
     "State": "state",
     "Stream": "data",
+    "elastic": "elastic_session",
 }
 
 

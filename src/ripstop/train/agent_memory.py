@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ripstop.commit_memory import CommitId
+from ripstop.train import interruption
 from ripstop.train.reports import SOCKET_VARIABLE
 
 PATH_SUFFIX = "-state"  # of the path of the socket for reports
@@ -53,6 +54,12 @@ class AgentMemory:
 
     def identity(self) -> Identity:
         return Identity(**self._ask({"identity": None}, [])[0])
+
+    def register(self) -> tuple[int, socket.socket]:
+        """Tell the agent that this worker can go on in place: the round, and the connection for its messages."""
+        reply, _ = self._ask({"elastic": None}, [])
+        self._socket.settimeout(None)
+        return int(reply["round"]), self._socket
 
     def get(self, name: str) -> dict[tuple[int, int], int]:
         """What this node holds of a State: descriptors by rank and slot, now owned by the caller."""
@@ -111,6 +118,8 @@ class AgentMemory:
             if time.monotonic() > give_up_at:
                 raise AgentError(reply["retry"])
             time.sleep(RETRY_S)
+        if "stale" in reply:
+            raise interruption.Interrupted(reply["stale"])
         if "error" in reply:
             raise AgentError(reply["error"])
         return reply, received

@@ -11,6 +11,8 @@ import os
 import socket
 import time
 
+from ripstop.train import interruption
+
 SOCKET_VARIABLE = "RIPSTOP_SOCKET"  # the path of the agent's socket
 SEND_INTERVAL_S = 0.25
 MAX_CHECKPOINT_PATH_CHARS = 1000
@@ -33,8 +35,10 @@ def heartbeat(step: int | None = None) -> None:
     """Report that this worker makes progress, and its step if it counts any.  Call it as often as you like.
 
     With `--hang-timeout`, a worker that has called this once counts as hanging if it does not call it for that long.
+    In a function with `train.elastic`, it raises if the round is over.
     """
     global _heartbeats, _next_send, _unsent_step
+    interruption.check()
     _heartbeats += 1
     now = time.monotonic()
     if now < _next_send and os.getpid() == _pid:
@@ -85,6 +89,15 @@ def commit_called(step: int) -> None:
     now = time.monotonic()
     if (now >= _next_commit_send or os.getpid() != _pid) and _send_commit():
         _next_commit_send = now + SEND_INTERVAL_S
+
+
+def start_round() -> None:
+    """Totals are of one round: this process takes part in another one now."""
+    global _heartbeats, _unsent_step, _commits, _stall, _unsent_commit_step, _next_send, _next_commit_send
+    _heartbeats = _commits = 0
+    _stall = _next_send = _next_commit_send = 0.0
+    _unsent_step = _unsent_commit_step = None
+    _unsent.clear()
 
 
 def _send_later() -> None:

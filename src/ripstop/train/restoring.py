@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from ripstop.commit_memory import (
     CONTENT_OFFSET,
@@ -22,7 +22,7 @@ from ripstop.commit_memory import (
     NotEnoughMemory,
     read_header,
 )  # fmt: skip
-from ripstop.train import checkpoint_files, content, disk
+from ripstop.train import checkpoint_files, content, disk, interruption
 from ripstop.train.agent_memory import AgentError, AgentMemory, Identity
 from ripstop.train.agreement import Commit, Compare, Digests, Holding, Offer, Restore, Start, Transfer, agree
 from ripstop.train.commit_buffer import CommitBuffer, Corrupted
@@ -76,7 +76,12 @@ class NotKept(Exception):
 
 def first_topic(count: int) -> str:
     """What the ranks wait for first in this restore."""
-    return f"restore {count} begins" if count > 1 else f"restore {count} 0"
+    return f"restore {count} begins" if _has_writers(count) else f"restore {count} 0"
+
+
+def _has_writers(count: int) -> bool:
+    """Whether ranks may still commit while others restore already."""
+    return count > 1 or interruption.is_elastic
 
 
 class Restoring:
@@ -96,7 +101,7 @@ class Restoring:
         self._topic = f"restore {count}"
         self._key = store.transfer_key(self._topic)
         self._shards: list[Shard] = []
-        if count > 1:
+        if _has_writers(count):
             first = store.decide(first_topic(count), None, _absent, may_be_absent=True)
             self._check_present(first)  # no rank commits any more
         found = self._buffers()
@@ -111,6 +116,12 @@ class Restoring:
         self._connections = ExitStack()
         self.is_replicated = False  # what is found was equal on all ranks
         self.source = "memory"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connections.close()
 
     def own_slot(self, commit: Commit) -> int | None:
         """Where this rank has its own part of this commit."""
@@ -170,7 +181,6 @@ class Restoring:
         """This rank has its content.  Return when its buffers may change."""
         if self._is_shared:
             self._store.wait_for_all(f"{self._topic} loaded")
-        self._connections.close()
 
     def _warn(self, problem: str) -> None:
         if problem and not self._rank:

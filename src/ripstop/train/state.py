@@ -30,7 +30,7 @@ from ripstop.commit_memory import (
     commit_round,
     usable_memory,
 )  # fmt: skip
-from ripstop.train import checkpoint_files, content, gpu_copy, intervals, reports
+from ripstop.train import checkpoint_files, content, gpu_copy, interruption, intervals, reports
 from ripstop.train.agent_memory import AgentError, AgentMemory, Identity, connect
 from ripstop.train.agreement import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, may_free_others, newest_last, next_slot
 from ripstop.train.commit_buffer import CommitBuffer
@@ -57,13 +57,23 @@ class State:
                 raise ValueError(f"State({key}=…): this name is used by State itself; choose another")
         if not name or len(name) > 64:
             raise ValueError(f"State({name!r}): a name has 1 to 64 characters")
-        if name in _names:
+        if name in _names and _names[name]._entry == interruption.entries:  # an older one is of an earlier round
             raise ValueError(
                 f"State({name!r}): this process has a State of this name; give each its own: State('ema', …)"
             )
         self._values: dict[str, Any]
         object.__setattr__(self, "_values", values)
         self._name = name
+        self._run = crc32(os.environ.get("TORCHELASTIC_RUN_ID", "").encode())
+        self._copy: gpu_copy.OverlappedCopy | None = None  # the newest commit, until it is complete
+        self._file: CommitBuffer | None = None  # where commits go without memory, until the saver has read them
+        self._start_round()
+        content.snapshot(values)  # raises if a value cannot be stored
+        _names[name] = self
+
+    def _start_round(self) -> None:
+        """Forget what belongs to one round.  A worker that goes on in place has several."""
+        self._entry = interruption.entries
         self._number = 0  # of the newest commit
         self._restored_from: str | None = None
         self._memory: AgentMemory | None = None
@@ -71,23 +81,18 @@ class State:
         self._worker: Identity
         self._round = self._rank = 0
         self._world_size = 1
-        self._run = crc32(os.environ.get("TORCHELASTIC_RUN_ID", "").encode())
         self._buffers: dict[int, CommitBuffer] = {}  # by slot
-        self._copy: gpu_copy.OverlappedCopy | None = None  # the newest commit, until it is complete
         self._slots: list[int] = []  # the next one to overwrite first
         self._newest: tuple[CommitBuffer, Header] | None = None
         self._comparison: Comparison | None = None
         self._saves: Saves | None = None
         self._is_on_disk = False  # there is no memory for commits
-        self._file: CommitBuffer | None = None  # where they go instead, until the saver has read them
         self._commits = 0  # since the restore
         self._has_others = False  # this node holds shards of other ranks
         self._restores = 0
         self._calls = 0  # of commit, since the restore
         self._next_call: int | None = 1  # that commits; None: to be read from rank 0
         self._last_commit = (0, 0.0)  # call and time
-        content.snapshot(values)  # raises if a value cannot be stored
-        _names[name] = self
 
     def __getattr__(self, key: str) -> Any:
         try:
@@ -120,22 +125,40 @@ class State:
 
         Every rank calls it, before the first `commit`.
         """
+        interruption.check()
         began = time.perf_counter()
+        self._finish_copy()
+        mapped = self._buffers  # until the end of this call: those that are used again need not be mapped again
+        if interruption.is_elastic and self._entry != interruption.entries:
+            self._start_round()
         self._restores += 1
         self._restored_from = None
         self._calls, self._next_call, self._last_commit = 0, 1, (0, 0.0)
         self._commits, self._newest, self._is_on_disk = 0, None, False
         if not self._connect():
+            interruption.oppose(f"state {self._name!r} is not kept")
             return False
-        self._finish_copy()
         assert self._store is not None and self._memory is not None
         try:
             restoring = Restoring(self._name, self._run, self._worker, self._restores, self._memory, self._store)
-            found = restoring.find(self._values)
+            with restoring:
+                is_found = self._restore(restoring)
         except NotKept as error:
             log.warning("state %r is not kept: %s", self._name, error)
+            interruption.oppose(f"state {self._name!r} is not kept")
             self._memory = self._store = None
             return False
+        del mapped
+        if is_found:
+            self._restored_from = restoring.source
+            reports.state_restored(restoring.source, self._step(), time.perf_counter() - began)
+        elif interruption.is_elastic:
+            self._keep_beginning()
+        return is_found
+
+    def _restore(self, restoring: Restoring) -> bool:
+        assert self._store is not None and self._memory is not None
+        found = restoring.find(self._values)
         self._buffers, self._has_others = restoring.own, restoring.has_others
         self._slots = sorted(self._buffers)
         if self._saves is None or (found is not None and found.commit.number < self._number):  # ids must not repeat
@@ -155,9 +178,21 @@ class State:
             self._load(found.names, found.load)
         restoring.loaded()
         self._number = found.commit.number
-        self._restored_from = restoring.source
-        reports.state_restored(restoring.source, self._step(), time.perf_counter() - began)
         return True
+
+    def _keep_beginning(self) -> None:
+        """A worker that goes on in place has a state that has changed: the first one must be kept, as commit 0."""
+        if interruption.entries > 1:
+            interruption.oppose(f"no commit of state {self._name!r} can be restored")
+            raise RuntimeError(
+                f"state {self._name!r} has changed in this process, and no commit can be restored; a new worker starts "
+                "from the beginning"
+            )
+        self._number = -1
+        if not self._commit(None, blocking=True):
+            self._number = 0
+            interruption.oppose(f"state {self._name!r} is not kept")
+        self._calls = 0
 
     def _connect(self) -> bool:
         """Whether this is a worker of a ripstop job with memory for state."""
@@ -213,7 +248,8 @@ class State:
         `every` skips calls: a number of steps, or a time such as "30s".  From a GPU the copy continues after the
         return, at most until the next optimizer step, unless `blocking`.  Returns whether this call committed.
         """
-        if not self._restores:
+        interruption.check()
+        if not self._restores or (interruption.is_elastic and self._entry != interruption.entries):
             raise RuntimeError("commit() comes after restore(): call state.restore() once, before the training loop")
         began = time.perf_counter()
         is_kept = self._commit(every, blocking)
@@ -350,6 +386,7 @@ class State:
     def _continue_without_memory(self, why: str) -> None:
         assert self._saves is not None
         self._is_on_disk, self._newest = True, None
+        interruption.oppose(f"state {self._name!r} is not kept in memory")
         if interval := self._saves.interval:
             log.warning("state %r is kept on disk only from now on, about every %g s: %s for each rank of this node",
                         self._name, interval, why)  # fmt: skip

@@ -15,6 +15,11 @@ from ripstop.model.round import Place
 TIMER_FILE = "TORCHELASTIC_TIMER_FILE"  # the path of the timer pipe, for workers and agents
 SOCKET = "RIPSTOP_SOCKET"  # `train/reports.py` reads it
 
+ROUND_VARIABLES = (  # those that change for a worker that goes on in place; it keeps its error file
+    "RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR",
+    "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
+)  # fmt: skip
+
 
 def shared_environment(base: Mapping[str, str], slots: int) -> dict[str, str]:
     """The variables that all workers of a node share in every round; the zygote imports with them."""

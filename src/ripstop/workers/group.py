@@ -1,4 +1,6 @@
-"""The worker processes of one round on this node: started together, stopped together, with all their descendants.
+"""The worker processes of this node: started together, stopped together, with all their descendants.
+
+A group can outlive its round (`replace`): some workers go on in place, and others take the places of the rest.
 
 How a group ends
 -   `stop` first signals the workers' process groups, because recovery waits for this, and then searches for leftovers.
@@ -6,6 +8,7 @@ How a group ends
 -   `stop` returns when every process of the workers' sessions, and every orphan that the agent has adopted, has ended.
     If all workers had exited with 0, such leftovers get SIGTERM and the grace too, since they may still work for a job
     that succeeded.  Otherwise they are killed at once.
+-   `replace` leaves adopted orphans alone: they may come from a worker that goes on.
 -   An agent runs one group at a time, because an adopted orphan does not show which group it came from.  For the same
     reason an agent inside a program leaves orphans alone that have their own session (`processes.py`, rule 5).
 """
@@ -14,7 +17,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from signal import SIGCONT, SIGKILL, SIGTERM
 
@@ -41,15 +44,15 @@ class Group:
         self._children = children
         self._spawner = spawner
         self._specs = specs
-        self._on_exit = on_exit
+        self.on_exit = on_exit
         self._start: asyncio.Task[None] | None = None
         self._pids: tuple[int, ...] = ()
         self._live: set[int] = set()
         self._failed = False
         self._stopping = False
         self._sent: set[int] = set()
-        self._all_ended = asyncio.Event()
-        self._all_ended.set()
+        self._discarded: set[int] = set()  # live workers that are being replaced
+        self._has_ended = asyncio.Event()  # some worker
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -65,22 +68,71 @@ class Group:
 
     async def _spawn(self) -> None:
         self._pids = tuple(await self._spawner.spawn(self._specs))
-        for pid in self._pids:
+        self._watch(self._pids)
+
+    def _watch(self, pids: Sequence[int]) -> None:
+        for number, pid in enumerate(pids):
             try:
                 self._children.watch(pid, self._ended)
             except StartError:
-                self._children.kill(self._pids[len(self._live) + 1 :])  # nothing would report their end
+                self._children.kill(pids[number + 1 :])  # nothing would report their end
                 raise
             self._live.add(pid)
-            self._all_ended.clear()
+
+    @property
+    def live(self) -> dict[int, int]:
+        """The pids of the workers that run, by local rank."""
+        return {rank: pid for rank, pid in enumerate(self._pids) if pid in self._live}
+
+    async def replace(self, specs: Mapping[int, ProcessSpec], grace: float) -> None:
+        """End the workers of these local ranks, if they run, and start others in their places; see `start`.
+
+        The exits of the old ones are not reported.  A start or replacement in progress is cancelled first.
+        """
+        if self._stopping:
+            raise asyncio.CancelledError
+        if self._start is not None and not self._start.done():
+            self._start.cancel()
+            await asyncio.wait([self._start])
+        self._start = asyncio.ensure_future(self._replace(specs, grace))
+        await self._start
+
+    async def _replace(self, specs: Mapping[int, ProcessSpec], grace: float) -> None:
+        old = {self._pids[rank] for rank in specs}
+        await self._end(old & self._live, grace)
+        if not specs:
+            return
+        new = await self._spawner.spawn(list(specs.values()))
+        pids = list(self._pids)
+        for rank, pid in zip(specs, new, strict=True):
+            pids[rank] = pid
+        self._pids = tuple(pids)
+        self._failed = False
+        self._watch(new)
+        await self._children.end_trees(old, 0.0, with_adopted=False)  # last: all ranks wait for the new worker
+
+    async def _end(self, pids: set[int], grace: float) -> None:
+        """End these live workers, whose exits nobody needs to know."""
+        if not pids:
+            return
+        self._discarded |= pids
+        for signum, timeout in ((SIGTERM, grace), (SIGKILL, KILL_TIMEOUT_S)):
+            if timeout > 0:
+                self.signal(signum, pids & self._live)
+                self.signal(SIGCONT, pids & self._live)
+                if await self._wait_until(lambda: not pids & self._live, timeout):
+                    return
+        raise _not_ended(pids & self._live)
 
     def _ended(self, end: ProcessExit) -> None:
         self._live.discard(end.pid)
+        self._has_ended.set()
+        if end.pid in self._discarded:
+            self._discarded.discard(end.pid)
+            return
         self._failed |= end.exitcode != 0
-        if not self._live:
-            self._all_ended.set()
         rank = self._pids.index(end.pid)
-        self._on_exit(Exit(end.pid, end.exitcode, end.signal, end.at, end.max_rss, rank))
+        self.on_exit(Exit(end.pid, end.exitcode, end.signal, end.at, end.max_rss, rank))
 
     def rank_of(self, pid: int) -> int | None:
         """The local rank of the live worker that this process is or descends from, by its session or its ancestors'."""
@@ -101,9 +153,9 @@ class Group:
             finally:
                 os.close(pidfd)
 
-    def signal(self, signum: int) -> None:
-        """Signal the process group of every live worker."""
-        for pid in self._live:  # not reaped yet, so the pids are still theirs
+    def signal(self, signum: int, pids: Collection[int] | None = None) -> None:
+        """Signal the process groups of these live workers; of all, if none are given."""
+        for pid in self._live if pids is None else pids:  # not reaped yet, so the pids are still theirs
             try:
                 os.killpg(pid, signum)
             except ProcessLookupError:  # multiprocessing has just started it: it leads no group yet
@@ -125,15 +177,24 @@ class Group:
             await self._wait_ended(grace)
         self.signal(SIGKILL)
         if not await self._wait_ended(KILL_TIMEOUT_S):
-            raise StartError(
-                f"workers must have ended before others replace them: {sorted(self._live)} still exist "
-                f"{KILL_TIMEOUT_S:g} s after SIGKILL; they hang in the kernel (see /proc/PID/stack): restart this "
-                "machine."
-            )
+            raise _not_ended(self._live)
         await self._children.end_trees(self._pids, began + grace - time.monotonic() if succeeded else 0.0)
 
     async def _wait_ended(self, timeout: float) -> bool:
+        return await self._wait_until(lambda: not self._live, timeout)
+
+    async def _wait_until(self, is_done: Callable[[], bool], timeout: float) -> bool:
+        """Wait for the ends of workers."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await self._all_ended.wait()
-        return self._all_ended.is_set()
+                while not is_done():
+                    self._has_ended.clear()
+                    await self._has_ended.wait()
+        return is_done()
+
+
+def _not_ended(pids: Collection[int]) -> StartError:
+    return StartError(
+        f"workers must have ended before others replace them: {sorted(pids)} still exist {KILL_TIMEOUT_S:g} s after "
+        "SIGKILL; they hang in the kernel (see /proc/PID/stack): restart this machine."
+    )

@@ -193,23 +193,25 @@ class Children:
 
     # orphans --------------------------------------------------------------------------------------------------------
 
-    async def end_trees(self, sessions: Iterable[int], grace: float) -> None:
+    async def end_trees(self, sessions: Iterable[int], grace: float, *, with_adopted: bool = True) -> None:
         """End every process of these sessions, and every adopted child with its descendants; return when none is left.
 
-        Inside a program, adopted children are left alone (rule 5).  With a `grace`, processes get SIGTERM and that
-        many seconds first; without, SIGKILL at once.
+        Without `with_adopted`, only those of the sessions.  Inside a program, adopted children are left alone (rule 5).
+        With a `grace`, processes get SIGTERM and that many seconds first; without, SIGKILL at once.
         """
         wanted = frozenset(sessions)
-        if grace > 0 and await self._signal_leftovers(wanted, signal.SIGTERM, grace):
+        if grace > 0 and await self._signal_leftovers(wanted, signal.SIGTERM, grace, with_adopted):
             return
-        while not await self._signal_leftovers(wanted, signal.SIGKILL, KILL_TIMEOUT_S):
+        while not await self._signal_leftovers(wanted, signal.SIGKILL, KILL_TIMEOUT_S, with_adopted):
             pass
 
-    async def _signal_leftovers(self, sessions: frozenset[int], signum: signal.Signals, timeout: float) -> bool:
+    async def _signal_leftovers(
+        self, sessions: frozenset[int], signum: signal.Signals, timeout: float, with_adopted: bool
+    ) -> bool:
         """Signal all leftovers and wait for their end.  True if there were none."""
         import asyncio
 
-        leftovers = self._leftovers(sessions)
+        leftovers = self._leftovers(sessions, with_adopted)
         pidfds = {pid: pidfd for pid in leftovers if (pidfd := _open_pidfd(pid)) is not None}
         try:
             for pid, pidfd in pidfds.items():
@@ -221,7 +223,7 @@ class Children:
                         await self._readable(pidfd)
         except TimeoutError:
             if signum == signal.SIGKILL:
-                for pid in set(self._leftovers(sessions)) & pidfds.keys():
+                for pid in set(self._leftovers(sessions, with_adopted)) & pidfds.keys():
                     self._give_up(pid, f"it is still there {timeout:g} s after SIGKILL")
         finally:
             for pidfd in pidfds.values():
@@ -233,11 +235,12 @@ class Children:
         self._unkillable.add(pid)
         log.warning("pid=%d cannot be ended: %s", pid, why)
 
-    def _leftovers(self, sessions: frozenset[int]) -> list[int]:
+    def _leftovers(self, sessions: frozenset[int], with_adopted: bool) -> list[int]:
         """The processes in these sessions, adopted children, and descendants of both."""
+        with_adopted = with_adopted and not self._in_program
         alive = {process.pid: process for process in linux.processes() if not process.dead}
         sessions -= alive.keys()  # their leaders have ended: a process with such a pid now is unrelated
-        adopted = {process.pid for process in alive.values() if not self._in_program and self._is_adopted(process)}
+        adopted = {process.pid for process in alive.values() if with_adopted and self._is_adopted(process)}
         found: set[int] = set()
         for process in alive.values():
             line: list[int] = []

@@ -18,7 +18,7 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -169,15 +169,22 @@ class Reports:
         if self._socket is not None:
             self._loop.add_reader(self._socket, self._read)
 
-    def renew_recorder_sockets(self, round: int, workers: int) -> tuple[str, ...]:
-        """Paths at which this round's workers serve their flight recorders; the last round's sockets are removed."""
-        self._remove_recorder_sockets()
+    def renew_recorder_sockets(
+        self, round: int, workers: int, kept: Mapping[int, str] | None = None
+    ) -> tuple[str, ...]:
+        """Paths at which this round's workers serve their flight recorders; the last round's sockets are removed.
+
+        `kept` are the paths of workers that go on in place, by local rank.
+        """
+        kept = kept or {}
+        self._remove_recorder_sockets(set(kept.values()))
         if self.path:
-            self._recorder_sockets = tuple(f"{self.path}-{round}-{rank}" for rank in range(workers))
+            paths = (kept.get(rank, f"{self.path}-{round}-{rank}") for rank in range(workers))
+            self._recorder_sockets = tuple(paths)
         return self._recorder_sockets
 
-    def _remove_recorder_sockets(self) -> None:
-        for path in self._recorder_sockets:
+    def _remove_recorder_sockets(self, kept: Collection[str] = ()) -> None:
+        for path in set(self._recorder_sockets) - set(kept):
             with suppress(OSError):
                 Path(path).unlink(missing_ok=True)
         self._recorder_sockets = ()

@@ -7,8 +7,10 @@ holds.  Rules
 2.  The kernel names the peer's pid.  Only workers of the current round are served; each writes its own rank only.
 3.  A buffer is a memfd whose size is sealed, so that no process can shrink it under another's mapping.
 4.  The numbers of buffers, connections and bytes in a request are bounded.
-5.  Buffers of ranks that now run elsewhere stay until the workers here say that a newer commit is complete.
-6.  If there is no socket, the job runs without this memory, and workers say so.
+5.  A connection is of the round in which its worker asked for its identity: what a worker that goes on in place
+    (`elastic_workers.py`) still sends in its old round changes nothing.
+6.  Buffers of ranks that now run elsewhere stay until the workers here say that a newer commit is complete.
+7.  If there is no socket, the job runs without this memory, and workers say so.
 """
 
 import array
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ripstop.commit_memory import FIRST_COPY_SLOT, CommitId
+from ripstop.workers.elastic_workers import ElasticWorkers
 from ripstop.workers.reports import file_identity
 from ripstop.workers.saver import Saver
 
@@ -59,12 +62,18 @@ class StateMemory:
     """The buffers, by rank, name and slot, until the agent ends; `identify` finds the worker with this pid."""
 
     def __init__(
-        self, reports_path: str, identify: Callable[[int], WorkerIdentity | None], saver: Saver | None = None
+        self,
+        reports_path: str,
+        identify: Callable[[int], WorkerIdentity | None],
+        saver: Saver | None = None,
+        elastic: ElasticWorkers | None = None,
     ) -> None:
         self._path = Path(reports_path + PATH_SUFFIX) if reports_path else None
         self._identify = identify
         self._saver = saver  # None: no commit is saved to disk
+        self._elastic = elastic  # None: no worker goes on in place
         self._loop = asyncio.get_running_loop()
+        self._rounds: dict[socket.socket, int] = {}  # rule 5
         self._socket: socket.socket | None = None
         self._socket_identity: tuple[int, int] | None = None
         self._connections: set[socket.socket] = set()
@@ -118,10 +127,12 @@ class StateMemory:
             self._close(connection)
             return
         try:
-            reply, given = self._answer(connection, data, fds, self._identify(pid))
+            reply, given = self._answer(connection, data, fds, pid)
         finally:
             for fd in fds:  # those that are kept are duplicates
                 os.close(fd)
+        if reply is None:
+            return
         try:
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", given))] if given else []
             connection.sendmsg([json.dumps(reply).encode()], ancillary)
@@ -129,22 +140,32 @@ class StateMemory:
             self._close(connection)
 
     def _answer(
-        self, connection: socket.socket, data: bytes, fds: list[int], worker: WorkerIdentity | None
-    ) -> tuple[dict[str, Any], list[int]]:
+        self, connection: socket.socket, data: bytes, fds: list[int], pid: int
+    ) -> tuple[dict[str, Any] | None, list[int]]:
         """The reply, and the descriptors to send with it."""
+        worker = self._identify(pid)
         if worker is None:
             return {"retry": "the sender is no worker of the current round"}, []
         try:
             request: Any = json.loads(data)
         except (ValueError, RecursionError):
             request = None
+        if self._rounds.get(connection, worker.round) != worker.round:
+            return {"stale": f"round {self._rounds[connection]} is over"}, []
         match request:
+            case {"elastic": None} if self._elastic is not None:
+                self._elastic.register(pid, connection)
+                return {"round": worker.round}, []
+            case {"reformed": int(round)} if self._elastic is not None:
+                self._elastic.on_reformed(pid, round)
+                return None, []
             case {"get": str(name), "of": int(rank)}:
                 found = self._buffers.get((rank, name), {})
                 return {"slots": list(found)}, list(found.values())
             case {"get": str(name)}:
                 return {"ranks": self._ranks(name)}, []
             case {"identity": None}:
+                self._rounds[connection] = worker.round
                 return self._identity(worker), []
             case {"saving": str(name)}:
                 return {"slots": self._saver.slots_in_use(worker.rank, name) if self._saver else []}, []
@@ -284,6 +305,9 @@ class StateMemory:
         self._loop.remove_reader(connection)
         self._connections.discard(connection)
         self._listeners.pop(connection, None)
+        self._rounds.pop(connection, None)
+        if self._elastic is not None:
+            self._elastic.closed(connection)
         connection.close()
 
     def _stop_listening(self) -> None:

@@ -80,7 +80,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorCon
         raise UsageError(
             f"{conf_name} is_host={conf['is_host']}: this command always runs the coordinator; leave is_host out"
         )
-    timeouts, notes = parsers.timing(conf_name, conf, shutdown=Timing().shutdown)
+    timeouts, notes = parsers.timing(conf_name, conf, Timing().shutdown, Timing().inprocess)
     unused = (key for key in conf if key in parsers.HEALTH_CONF)
     notes += [f"{conf_name} {key} has no effect here: set it on the nodes" for key in unused]
     token, token_notes = parsers.job_secret(environ)

@@ -15,7 +15,14 @@ from ripstop.cli.options.flags import Flag, ParsedArguments, parse
 from ripstop.cli.options.job import JOB_FLAGS, allow_chaos, budget, certificates, no_secret_warning, notify_url, own_log
 from ripstop.cli.options.monitoring import hang_timeout, health, probe_port, timer_pipe
 from ripstop.cli.options.output import checkpoints, event_handler, logs
-from ripstop.cli.options.program import entrypoint, preload, shutdown_timeout, standby, start_method
+from ripstop.cli.options.program import (
+    entrypoint,
+    inprocess_timeout,
+    preload,
+    shutdown_timeout,
+    standby,
+    start_method,
+)
 from ripstop.cli.options.rendezvous import (
     BACKENDS,
     RendezvousOptions,
@@ -96,6 +103,8 @@ failures
                               restarts left; the coordinator's node sends it
   --allow-chaos               let operators inject faults into this node (ripstop chaos)
   --shutdown-timeout TIME     time between SIGTERM and SIGKILL when workers are stopped (30)
+  --inprocess-timeout TIME    time in which a worker with @train.elastic leaves a round that is over; then it is
+                              replaced.  0: all workers are replaced after every fault (5)
   --signals-to-handle NAME,…  signals that stop this node and its workers (SIGTERM,SIGINT,SIGHUP,SIGQUIT)
   --monitor-interval TIME     accepted, because torchrun has it; no effect: worker exits are detected without polling
 
@@ -192,6 +201,7 @@ FLAGS = (
     Flag("--hang-timeout", "TIME", ours=True),
     Flag("--replicate", "WHEN", choices=("auto", "off"), ours=True),
     Flag("--replicate-bandwidth", "SIZE", ours=True),
+    Flag("--inprocess-timeout", "TIME", ours=True),
     Flag("--shutdown-timeout", "TIME"),
     Flag("--signals-to-handle", "NAME,…"),
     Flag("--monitor-interval", "TIME"),
@@ -270,7 +280,7 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
     elector: Etcd | None = None
     if rdzv.backend is Backend.ETCD:
         elector, conf = parsers.etcd(*args.labelled("--rdzv-endpoint"), conf_name, conf, environ)
-    timeouts, timeout_notes = parsers.timing(conf_name, conf, shutdown_timeout(args, environ))
+    timeouts, timeout_notes = parsers.timing(conf_name, conf, shutdown_timeout(args, environ), inprocess_timeout(args))
     tls = certificates(conf_name, conf, notes)
     if elector is not None and tls is not None and tls.cert is None:
         raise UsageError(

@@ -121,6 +121,10 @@ def shutdown_timeout(args: ParsedArguments, environ: Mapping[str, str]) -> float
     return default_shutdown_timeout(environ)
 
 
+def inprocess_timeout(args: ParsedArguments) -> float:
+    return duration(*args.labelled("--inprocess-timeout", "5"))
+
+
 def default_shutdown_timeout(environ: Mapping[str, str]) -> float:
     return duration(SHUTDOWN_VARIABLE, environ.get(SHUTDOWN_VARIABLE) or "30")
 

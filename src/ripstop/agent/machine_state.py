@@ -1,0 +1,46 @@
+"""The settings and the states of the agent's state machine (`machine.py`).  Pure data."""
+
+from enum import Enum
+
+from msgspec import Struct, field
+
+from ripstop.model.config import Timing
+from ripstop.model.round import Node, RankBy
+from ripstop.protocol.messages import Status
+
+SIGTERM = 15
+SIGNAL_NAMES = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 10: "SIGUSR1", 12: "SIGUSR2", SIGTERM: "SIGTERM"}
+
+
+class AgentSettings(Struct, frozen=True):
+    """This node and the job's settings.  `node.host` may be empty until the link finds this node's address."""
+
+    node: Node
+    min_nodes: int
+    max_nodes: int
+    timing: Timing = field(default_factory=Timing)
+    rank_by: RankBy = RankBy.JOIN
+    health_interval: float = 30.0
+    store_port: int = 0  # the port that the user fixed for the store; 0: a new free port for every round
+
+
+class WorkersState(Enum):
+    """The state of this node's workers."""
+
+    IDLE = "idle"
+    RUNNING = "running"
+    FAILED = "failed"
+    SUCCEEDED = "succeeded"
+    STOPPING = "stopping"
+    OVER = "over"
+
+
+REPORTED_STATUS = {
+    WorkersState.RUNNING: Status.RUNNING,
+    WorkersState.FAILED: Status.FAILED,
+    WorkersState.SUCCEEDED: Status.SUCCEEDED,
+}
+
+
+def signal_name(signum: int) -> str:
+    return SIGNAL_NAMES.get(signum, f"signal {signum}")

@@ -1,0 +1,52 @@
+"""What the agent knows of the round that runs on its node, or ran last."""
+
+import asyncio
+from pathlib import Path
+
+from msgspec import Struct, field
+
+from ripstop.agent.worker_exits import WorkerExits
+from ripstop.diagnostics.evidence import Memory, TimerKill, gather
+from ripstop.diagnostics.hang_monitor import HangMonitor
+from ripstop.logs.directory import RoundLogs
+from ripstop.model.failure import Failure
+from ripstop.model.round import Place
+from ripstop.workers.group import Exit, Group
+
+
+class Round(Struct):
+    """The workers of one round; `group` is set when they start, `monitor` when all have started."""
+
+    place: Place
+    host: str
+    logs: RoundLogs
+    memory: Memory  # at the start
+    exits: WorkerExits
+    group: Group | None = None
+    monitor: HangMonitor | None = None
+    recorder_sockets: tuple[str, ...] = ()  # by local rank
+    recorded_evidence: int = 0  # events
+    timer_kills: dict[int, TimerKill] = field(default_factory=dict)  # workers that the agent killed, by local rank
+    reforming: set[int] = field(default_factory=set)  # workers that go on, and have not left their last round yet
+    starting: set[int] = field(default_factory=set)  # local ranks whose workers are being started beside others
+    old_files: list[tuple[Path, ...]] = field(default_factory=list)  # log files of workers that are being replaced
+    kept: int = 0  # workers that went on in place
+    started: tuple[float, float] | None = None  # when the start was requested, and when the workers ran
+    stopped: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def failure(self, exit: Exit) -> Failure:
+        """The evidence of a worker that failed."""
+        rank = exit.local_rank
+        return gather(
+            self.place,
+            rank,
+            host=self.host,
+            at=exit.at,
+            pid=exit.pid,
+            returncode=exit.returncode,
+            logs=self.logs.directory(rank),
+            error_file=self.logs.error_file(rank),
+            stderr=self.logs.stderr(rank),
+            before=self.memory,
+            timer_kill=self.timer_kills.get(rank),
+        )

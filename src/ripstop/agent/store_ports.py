@@ -1,0 +1,97 @@
+"""The store of the running round, and the port that this node offers for the store of a later one."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any
+
+from ripstop.model.errors import StartError
+from ripstop.model.round import Place
+from ripstop.workers.processes import Children
+from ripstop.workers.spawner import Starter
+from ripstop.workers.store import StorePort
+
+log = logging.getLogger("ripstop.agent")
+
+STORE_PORT_RETRY_S = 1.0
+
+
+class StorePorts:
+    """`on_open` gets this node's host and the port that it can offer."""
+
+    def __init__(
+        self,
+        environ: Mapping[str, str],
+        children: Children,
+        run_task: Callable[[Coroutine[None, None, None]], Any],
+        on_open: Callable[[str, int], None],
+    ) -> None:
+        self._environ = environ
+        self._children = children
+        self._run_task = run_task
+        self._on_open = on_open
+        self._offered: StorePort | None = None
+        self._retry: asyncio.TimerHandle | None = None
+        self._store: StorePort | None = None
+        self._ending: dict[StorePort, asyncio.TimerHandle] = {}  # stores of rounds that are over
+
+    def open(self, host: str, port: int, *, is_required: bool) -> None:
+        """Listen for the store of a later round; StartError if that fails and the port is required."""
+        if self._offered is not None:
+            self._run_task(self._offered.close())
+            self._offered = None
+        try:
+            self._offered = StorePort(host, port)
+        except StartError as error:
+            if is_required:
+                raise
+            log.warning("no port for the next round's store, retrying: %s", error)
+            retry = partial(self.open, host, port, is_required=False)
+            self._retry = asyncio.get_running_loop().call_later(STORE_PORT_RETRY_S, retry)
+            return
+        self._on_open(host, self._offered.port)
+
+    def take(self, place: Place) -> StorePort | None:
+        """This round begins: the node of rank 0 uses the port that it has offered.  Returns the last round's store."""
+        last, self._store = self._store, None
+        if place.group_rank == 0:
+            self._store, self._offered = self._offered, None
+        return last
+
+    async def replace(self, last: StorePort | None, place: Place, delay: float) -> None:
+        """End the last round's store after a delay, or now if the user fixed the port, so that this round needs it too.
+
+        A worker that goes on in place may be about to connect to the old store: torch would retry for half an hour.
+        """
+        if last is None:
+            return
+        if last.port == place.store.port:
+            await last.close()
+        else:
+            self._ending[last] = asyncio.get_running_loop().call_later(delay, self._end, last)
+
+    def _end(self, store: StorePort) -> None:
+        del self._ending[store]
+        self._run_task(store.close())
+
+    def serve(self, place: Place, spawner: Starter) -> None:
+        if place.group_rank == 0:
+            self._store = self._store or StorePort(place.store.host, place.store.port)
+            self._store.serve(spawner, self._environ, self._children)
+
+    async def close_store(self) -> None:
+        """The round is over."""
+        if self._store is not None:
+            await self._store.close()
+            self._store = None
+
+    async def close(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+        await self.close_store()
+        for store, timer in self._ending.items():
+            timer.cancel()
+            await store.close()
+        if self._offered is not None:
+            await self._offered.close()

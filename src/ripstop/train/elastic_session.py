@@ -1,0 +1,191 @@
+"""`train.elastic`: a training function that is entered again in the same process when its round is replaced.
+
+After a fault elsewhere, the agent sends this worker its place in the next round.  A thread aborts the process groups,
+so that the function ends with an exception; then the groups are forgotten, the environment is changed, and the function
+is called again.  Rules
+1.  The thread never destroys anything: it wakes the main thread, which does.  It repeats that until the main thread has
+    come, because the function may be about to make another group of the old round.
+2.  The main thread and the thread exclude each other, so that no connection of the new round is shut down.
+3.  Any exception after the agent's message is a consequence of it.  One before is the script's own, unless it is a
+    broken connection: then the message is awaited for `VERDICT_TIMEOUT_S`.
+4.  A worker that cannot roll back its state (`interruption.oppose`) leaves, so that the agent replaces it.
+5.  Without an agent, the function is just called.
+"""
+
+import functools
+import gc
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, ParamSpec, TypeVar
+
+from ripstop.train import interruption, reports
+from ripstop.train.agent_memory import AgentError, connect
+
+log = logging.getLogger("ripstop.train")
+
+VERDICT_TIMEOUT_S = 10.0  # after a broken connection; a lost node is noticed within a lease, 3 s by default
+ABORT_INTERVAL_S = 0.05
+MAX_MESSAGE_BYTES = 1 << 16
+NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def elastic(function: Callable[P, R]) -> Callable[P, R]:
+    """Enter this training function again, in the same process, when a fault elsewhere ends the round.
+
+    The function makes the process groups and whatever holds one, such as DDP wrappers; it begins with
+    `State.restore()`.  What is made outside of it stays.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if interruption.is_elastic:
+            raise RuntimeError("a function with @train.elastic cannot call another one: decorate the outer one only")
+        with _Session() as session:
+            while True:
+                session.enter()
+                try:
+                    result = function(*args, **kwargs)
+                except (Exception, interruption.Interrupted) as error:
+                    if not session.is_round_over(error):
+                        raise
+                else:
+                    if session.ends():
+                        return result
+
+    return run
+
+
+class _Session:
+    """This process's part in the job's rounds, while it is in the training function."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # rule 2
+        self._has_news = threading.Condition(self._lock)
+        self._next: dict[str, Any] | None = None  # the agent's newest message
+        self._has_left = False
+        self._round = 0
+        self._socket: socket.socket | None = None
+        self._abort: Any = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "_Session":
+        if (memory := _connect()) is not None:
+            self._round, self._socket = memory
+            gc.freeze()  # what is there now stays: later collections look only at what the rounds have made
+            self._thread = threading.Thread(target=self._listen, name="ripstop-elastic", daemon=True)
+            self._thread.start()
+            interruption.on_opposed = self._on_opposed
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leave()
+        interruption.leave()
+
+    def enter(self) -> None:
+        """Prepare the process for the round, its first one or the next."""
+        from ripstop.train.group_abort import GroupAbort, forget_groups
+
+        with self._lock:
+            message, self._next = self._next, None
+            interruption.enter()
+            if message is not None:
+                forget_groups()
+                gc.collect()  # a DDP wrapper has hooks on the parameters until it is collected
+                os.environ.update(message["env"])
+                reports.start_round()
+                self._round = message["reform"]
+            if self._socket is not None:
+                os.environ[NCCL_ERROR_HANDLING] = "0"  # NCCL's watchdog must not end this process: the agent decides
+                self._abort = GroupAbort()
+        if message is not None:
+            self._send({"reformed": self._round})
+
+    def is_round_over(self, error: BaseException) -> bool:
+        """Whether to enter the function again after this exception (rule 3)."""
+        if self._socket is None:
+            return False
+        with self._lock:
+            if self._next is None and not self._has_left and _is_broken_connection(error):
+                self._has_news.wait_for(lambda: self._next is not None or self._has_left, VERDICT_TIMEOUT_S)
+            return self._next is not None
+
+    def ends(self) -> bool:
+        """Whether the function has ended for good, and not just as the round did."""
+        with self._lock:
+            if self._next is not None:
+                return False
+            self._has_left = True
+        return True
+
+    def _on_opposed(self, why: str) -> None:
+        if not self._has_left:
+            log.warning("after a fault elsewhere, this worker is replaced: %s", why)
+            self._leave()
+
+    def _leave(self) -> None:
+        """The agent does not keep this worker any more."""
+        with self._lock:
+            self._next, self._has_left = None, True
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _send(self, message: dict[str, object]) -> None:
+        assert self._socket is not None
+        with suppress(OSError):  # the agent has ended, and so does this process
+            self._socket.send(json.dumps(message).encode())
+
+    def _listen(self) -> None:
+        assert self._socket is not None
+        with suppress(OSError, ValueError):
+            while data := self._socket.recv(MAX_MESSAGE_BYTES):
+                message = json.loads(data)
+                with self._lock:
+                    if self._has_left:
+                        return
+                    self._next = message
+                    interruption.interrupt()
+                    self._has_news.notify_all()
+                while self._abort_groups(message):
+                    threading.Event().wait(ABORT_INTERVAL_S)
+
+    def _abort_groups(self, message: dict[str, Any]) -> bool:
+        """Whether the main thread is still in the old round (rule 1)."""
+        with self._lock:
+            if self._next is not message or self._has_left:
+                return False
+            self._abort.abort()
+            return True
+
+
+def _connect() -> tuple[int, socket.socket] | None:
+    """The round and a connection on which the agent can send messages; None: this process will not be kept."""
+    try:
+        memory = connect()
+        return memory.register() if memory is not None else None
+    except AgentError as error:
+        log.warning("train.elastic has no effect: %s", error)
+        return None
+
+
+def _is_broken_connection(error: BaseException | None) -> bool:
+    """Whether the loss of a peer may have caused this exception.  gloo has no class for its exceptions."""
+    from torch import distributed
+
+    from ripstop.train.transfer import TransferError
+
+    while error is not None:
+        if isinstance(error, distributed.DistError | ConnectionError | TransferError | interruption.Interrupted):
+            return True
+        if isinstance(error, RuntimeError) and "gloo" in str(error):
+            return True
+        error = error.__cause__
+    return False
