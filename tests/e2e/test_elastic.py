@@ -19,6 +19,7 @@ RANKS = 3
 class ElasticJob(Job):
     def train(self, name: str, faults: str = "", *flags: str, **env: str) -> None:
         """Run the script to its end on one node."""
+        flags = flags or ("--inprocess-timeout=60",)  # a busy machine is slow
         agent = self.run(
             *("--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=9", *flags, str(ELASTIC)),
             env={"LOSSES": str(self.folder / name), "FAULTS": faults, **env},
@@ -100,7 +101,7 @@ def test_two_faults_at_once_and_faults_while_a_round_is_formed_or_restored_are_r
 ) -> None:
     job.train("found", "1:3:kill,0:1:forming,2:2:restoring,0:9:kill,2:9:kill")
     assert [job.losses("found", rank) for rank in range(RANKS)] == right
-    assert [job.processes("found", rank) for rank in range(RANKS)] <= [3, 2, 3]
+    assert [job.processes("found", rank) for rank in range(RANKS)] == [3, 2, 3]
 
 
 @pytest.mark.long
