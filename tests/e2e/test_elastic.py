@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ RANKS = 3
 class ElasticJob(Job):
     def train(self, name: str, faults: str = "", *flags: str, **env: str) -> None:
         """Run the script to its end on one node."""
+        flags = flags or ("--inprocess-timeout=60",)  # a busy machine is slow
         agent = self.run(
             *("--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=9", *flags, str(ELASTIC)),
             env={"LOSSES": str(self.folder / name), "FAULTS": faults, **env},
@@ -48,10 +50,10 @@ class ElasticJob(Job):
         records = [json.loads(line) for file in self.logs.rglob(NODE_EVENTS) for line in file.read_text().splitlines()]
         return [record["kept"] for record in records if record["kind"] == "recovered"]
 
-    def lose(self, agent: Agent) -> None:
+    def signal_node(self, agent: Agent, signum: int) -> None:
         for pid in children(agent.pid):
-            os.kill(pid, signal.SIGKILL)
-        agent.wait()
+            with suppress(ProcessLookupError):
+                os.kill(pid, signum)
 
 
 def children(pid: int) -> list[int]:
@@ -99,7 +101,7 @@ def test_two_faults_at_once_and_faults_while_a_round_is_formed_or_restored_are_r
 ) -> None:
     job.train("found", "1:3:kill,0:1:forming,2:2:restoring,0:9:kill,2:9:kill")
     assert [job.losses("found", rank) for rank in range(RANKS)] == right
-    assert [job.processes("found", rank) for rank in range(RANKS)] <= [3, 2, 3]
+    assert [job.processes("found", rank) for rank in range(RANKS)] == [3, 2, 3]
 
 
 @pytest.mark.long
@@ -123,8 +125,24 @@ def test_workers_go_on_in_place_when_nodes_join_and_are_lost(job: ElasticJob) ->
     wait_until(lambda: (job.folder / "found.held0").exists() or None, why=job.describe)
     second = job.node(nnodes="1:2", script=ELASTIC, env={**losses, "HOLD": "7:2"})
     wait_until(lambda: (job.folder / "found.held1").exists() or None, why=job.describe)
-    job.lose(second)
+    job.signal_node(second, signal.SIGKILL)
+    second.wait()
     assert first.wait() == 0, first.err
     assert job.processes("found", 0) == 1
     assert [step for _, _, step in job.entries("found", 0)] == [0, 2, 7]
     assert [step for _, _, step in job.entries("found", 1)] == [2]
+
+
+@pytest.mark.long
+def test_a_collective_that_waits_for_a_frozen_node_is_aborted(job: ElasticJob) -> None:
+    losses = {"LOSSES": str(job.folder / "found"), "STEPS": "10"}
+    first = job.node(nnodes="1:2", script=ELASTIC, env={**losses, "HOLD": "2:1"})
+    wait_until(lambda: (job.folder / "found.held0").exists() or None, why=job.describe)
+    second = job.node(nnodes="1:2", script=ELASTIC, env={**losses, "HOLD": "7:2"})
+    wait_until(lambda: (job.folder / "found.held1").exists() or None, why=job.describe)
+    job.signal_node(second, signal.SIGSTOP)  # no connection is closed
+    assert first.wait() == 0, first.err
+    job.signal_node(second, signal.SIGKILL)
+    second.wait()
+    assert job.processes("found", 0) == 1
+    assert [step for _, _, step in job.entries("found", 0)] == [0, 2, 7]
