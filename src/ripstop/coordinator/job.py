@@ -33,7 +33,7 @@ from collections.abc import Iterable, Mapping
 
 from ripstop.coordinator import failure_policy, job_end, job_status, job_types, ranks, recovery, replication_plan
 from ripstop.coordinator.formation import ChangeRound, Formation, GiveUp, Hold, Keep
-from ripstop.coordinator.job_types import Disconnect, JobCommand, JobInput, JobSettings, RecordEvent, Send
+from ripstop.coordinator.job_types import Disconnect, JobCommand, JobInput, JobSettings, Predecessor, RecordEvent, Send
 from ripstop.coordinator.liveness import LATE_TICK_S
 from ripstop.coordinator.membership import Member, Membership, rejection_reason
 from ripstop.coordinator.restart_budget import RestartBudget, is_early_failure
@@ -73,8 +73,9 @@ TRANSITIONS = {  # between phases, and their causes; docs/rendezvous.md has a di
 class Job:
     """The state of one job; see the rules above."""
 
-    def __init__(self, settings: JobSettings, now: float = 0.0) -> None:
+    def __init__(self, settings: JobSettings, now: float = 0.0, predecessor: Predecessor | None = None) -> None:
         self.settings = settings
+        self.predecessor = predecessor
         self.phase = Phase.GATHERING
         self.round = 0  # the number of the live or last round
         self.progressed = False  # a worker of this round has reported a step or a checkpoint
@@ -84,6 +85,8 @@ class Job:
         self.members: Mapping[str, Member] = self.membership.members  # read only
         self.places: Mapping[str, Place] = self.membership.places
         self.formation = Formation(settings, self.membership, now)
+        if predecessor is not None:
+            self.formation.highest_round = predecessor.round  # rule 1, also if no node has received it
         self.failure_policy = failure_policy.FailurePolicy(settings.budget, settings.timing.lease)
         self.replication = replication_plan.ReplicationPlan()
         self.recovered_place: Place | None = None  # the first place that was reported of a round to recover

@@ -2,7 +2,9 @@
 
 Rules: (1) the highest round wins; (2) the round continues when all its nodes are back within a lease; (3) a round that
 failed meanwhile waits only as long as a live node needs to reconnect, a third of a lease; (4) a failed round with ranks
-by node number (`RankBy.SLOT`) does not wait for a missing node if a new node with the same number has joined.
+by node number (`RankBy.SLOT`) does not wait for a missing node if a new node with the same number has joined; (5) a
+round in which only the former coordinator's node is missing waits `RECONNECT_TIMEOUT_S` for it, because that node was
+silent for a lease already; it does not wait if the process of that node has ended.
 """
 
 from typing import TYPE_CHECKING
@@ -39,6 +41,9 @@ def is_recovered(job: "Job", held: Place) -> bool:
 
 def deadline(job: "Job") -> float:
     """When the round ends if not all its nodes are back."""
+    if _is_predecessor_missing(job):
+        assert job.predecessor is not None
+        return job.phase_since + (0.0 if job.predecessor.is_gone else RECONNECT_TIMEOUT_S)
     lease = job.settings.timing.lease
     timeout = min(lease, lease / 3 + RECONNECT_TIMEOUT_S) if job.failure_policy.has_failure else lease
     return job.phase_since + timeout
@@ -57,6 +62,14 @@ def resume_or_end(job: "Job", now: float) -> bool:
         return False
     job.end_round(RoundEndCause.COORDINATOR, f"{returned} of {size} nodes returned", now)
     return True
+
+
+def _is_predecessor_missing(job: "Job") -> bool:
+    """Whether the former coordinator's node is the only one that is not back (rule 5)."""
+    former, place = job.predecessor, job.recovered_place
+    if former is None or place is None or not former.node or former.node in job.members:
+        return False
+    return place.round == former.round and len(job.places) == place.group_size - 1
 
 
 def _is_replaced(job: "Job", size: int) -> bool:

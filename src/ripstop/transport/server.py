@@ -13,17 +13,21 @@ import contextlib
 import logging
 import socket
 import ssl
+from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from aiohttp import web
 
 from ripstop.api.http_api import MAX_BODY, Api
-from ripstop.coordinator.driver import Coordinator
+from ripstop.api.job_interface import JobInterface
+from ripstop.coordinator.job_types import JobSettings
 from ripstop.model.errors import ProtocolError
+from ripstop.model.failure import JobReport
 from ripstop.protocol import secret
 from ripstop.protocol.codec import MAX_FRAME_BYTES, decode
 from ripstop.protocol.limits import MAX_NAME
-from ripstop.protocol.messages import FROM_AGENT, Heartbeat, Join, Rejected
+from ripstop.protocol.messages import FROM_AGENT, FromAgent, FromCoordinator, Heartbeat, Join, Rejected
 from ripstop.system.network import enable_keepalive
 from ripstop.transport.agent_authentication import AgentAuthentication, PreAuthProtocol
 from ripstop.transport.api_authorization import ApiAuthorization
@@ -36,13 +40,36 @@ ACCEPT_RETRY_S = 0.1  # after an error, such as no free descriptor
 TLS_REQUIRED = b"HTTP/1.1 426 Upgrade Required\r\nUpgrade: TLS/1.3\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
+class AgentSession(Protocol):
+    """The other end of one agent's connection."""
+
+    def receive(self, message: FromAgent) -> None: ...
+
+    def detach(self, *, returning: bool = False) -> None: ...
+
+
+class AgentHost(Protocol):
+    """What agents connect to: a coordinator, or an agent that may become one (`election/candidate_host.py`)."""
+
+    settings: JobSettings
+    ended: asyncio.Future[JobReport]
+
+    @property
+    def job(self) -> JobInterface | None:
+        """The job for the API; None while its coordinator is in another process."""
+
+    def attach(
+        self, node: str, send: Callable[[FromCoordinator], object], close: Callable[[], object]
+    ) -> AgentSession: ...
+
+
 class Server:
     """Serves one coordinator on a listening socket, which it owns."""
 
     def __init__(
         self,
         listening: socket.socket,
-        coordinator: Coordinator,
+        coordinator: AgentHost,
         *,
         token: str,
         tls: ssl.SSLContext | None = None,
@@ -55,7 +82,9 @@ class Server:
         self._serves_agents = serves_agents
         self._rejections = RejectionLog()
         self._unauthenticated = UnauthenticatedConnections(coordinator.settings.max_nodes, self._rejections)
-        self._authentication = AgentAuthentication(coordinator, token, self._rejections)
+        self._authentication = AgentAuthentication(
+            coordinator.settings, coordinator.ended.done, token, self._rejections
+        )
         api_token = secret.api_token(token, coordinator.settings.run_id) if token else ""
         self._authorization = ApiAuthorization(api_token, tls, endpoint_host, self._unauthenticated)
         self._outboxes: set[Outbox] = set()
@@ -67,7 +96,7 @@ class Server:
         app = web.Application(client_max_size=MAX_BODY)
         if self._serves_agents:
             app.router.add_get(AGENT_PATH, self._serve_agent)
-        Api(lambda: self._coordinator, self._authorization.operator, self._authorization.metrics_reader).mount(app)
+        Api(lambda: self._coordinator.job, self._authorization.operator, self._authorization.metrics_reader).mount(app)
         app.router.add_get("/healthz", _healthz)
         app.router.add_route("*", "/{path:.*}", _not_found)
         logger = logging.Logger("ripstop.coordinator.http", logging.DEBUG)  # has no parent: prints nothing by itself

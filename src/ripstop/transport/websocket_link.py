@@ -56,8 +56,17 @@ class WebSocketLink:
     """A `Link` over the network; create it inside a running event loop."""
 
     def __init__(
-        self, endpoint: Address, *, run_id: str, node: str, token: str, lease: float, tls: ssl.SSLContext | None = None
+        self,
+        endpoint: Address,
+        *,
+        run_id: str,
+        node: str,
+        token: str,
+        lease: float,
+        tls: ssl.SSLContext | None = None,
+        on_failed: Callable[[bool], None] = lambda _is_refused: None,
     ) -> None:
+        """`on_failed` is called after an attempt that did not connect, with whether the address refused it."""
         self._loop = asyncio.get_running_loop()
         self._endpoint = endpoint
         self._run_id = run_id
@@ -72,6 +81,8 @@ class WebSocketLink:
         self._tls = tls
         self._aborted_handshakes = 0  # in a row
         self._was_connected = False
+        self._on_failed = on_failed
+        self.is_lost_by_silence = False  # the last connection ended because the coordinator sent nothing
         self._disconnected_at = time.time()
         self._tries = 0
         self._last_error = "not tried yet"
@@ -140,6 +151,9 @@ class WebSocketLink:
                     return
                 except (aiohttp.ClientError, OSError, ProtocolError, _Retry) as error:
                     self._last_error = _describe(error)
+                    if not self._was_connected:
+                        is_refused = isinstance(_cause(error), ConnectionRefusedError)
+                        self._loop.call_soon(self._on_failed, is_refused)
                 if self._listener is None:
                     return
                 if self._loop.time() - began > websocket.HANDSHAKE_TIMEOUT_S + self._lease:
@@ -251,6 +265,7 @@ class WebSocketLink:
         except asyncio.CancelledError:
             if not heartbeats.expired:
                 raise
+            self.is_lost_by_silence = True
             why = f"the coordinator sent nothing for {self._lease:g} s"
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(websocket.FLUSH_TIMEOUT_S):
@@ -332,6 +347,11 @@ def _describe(error: BaseException) -> str:
             return "the address does not answer"
         case _:
             return describe_network_error(error, websocket.HANDSHAKE_TIMEOUT_S)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The system's error, if there is one."""
+    return error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
 
 
 def _not_a_coordinator(status: int) -> str:
