@@ -83,6 +83,7 @@ class Candidate:
         self._canvassed = 0  # the epoch that is asked for; 0: none
         self._promises: dict[str, Promise] = {}
         self._renewed_at: dict[str, float] = {}  # of a voter: when the renewal that it confirmed was requested
+        self._office_end = float("-inf")  # unless it is renewed
         self._seats: dict[str, str] = {}  # of voters that have renewed
         self._confirmed: set[str] = set()  # voters that have this version of the electorate
         self._is_settled = False  # a majority has it (rule 4)
@@ -106,6 +107,7 @@ class Candidate:
             case Renewed(epoch, number) if self.in_office and epoch == self.epoch and number in self._requests:
                 requested_at, version = self._requests[number]
                 self._renewed_at[node] = max(requested_at, self._renewed_at.get(node, requested_at))
+                self._extend_office()
                 if version == self.electorate.version:
                     self._confirmed.add(node)
                     return out + self._commit(now)
@@ -139,7 +141,7 @@ class Candidate:
         return self._change(replace(self.electorate, voters=voters, outgoing=outgoing), now)
 
     def on_tick(self, now: float) -> list[CandidateCommand]:
-        if self.in_office and now >= self._office_end():
+        if self.in_office and now >= self._office_end:
             return self._step_down("most of its voters did not renew its office in time")
         if now < self._next_request:
             return []
@@ -154,7 +156,7 @@ class Candidate:
 
     def holds_office(self, now: float) -> bool:
         """Whether the coordinator may decide."""
-        return self.in_office and now < self._office_end()
+        return self.in_office and now < self._office_end
 
     @property
     def is_pending(self) -> bool:
@@ -169,7 +171,7 @@ class Candidate:
     def deadline(self) -> float | None:
         """The time of the next `on_tick`, if one is needed."""
         if self.in_office:
-            return min(self._next_request, self._office_end())
+            return min(self._next_request, self._office_end)
         return self._next_request if self._canvassed else None
 
     def missing(self) -> list[str]:
@@ -243,7 +245,8 @@ class Candidate:
         self.epoch = self._canvassed
         self._stop_canvass()
         self.in_office = True
-        if now >= self._office_end():
+        self._extend_office()
+        if now >= self._office_end:
             return self._step_down("it was elected too late")  # rule 3
         out: list[CandidateCommand] = []
         if not was_in_office:
@@ -301,8 +304,8 @@ class Candidate:
             del self._requests[next(iter(self._requests))]
         return self._number
 
-    def _office_end(self) -> float:
-        """When the office ends unless it is renewed (rule 3): a majority of voters is bound until then."""
+    def _extend_office(self) -> None:
+        """The office ends when no majority of voters is bound any more (rule 3)."""
         ends = []
         times: dict[str, float] = {}
         for node, at in self._renewed_at.items():
@@ -310,7 +313,7 @@ class Candidate:
         for voters in filter(None, (self.electorate.voters, self.electorate.outgoing)):
             renewed = sorted((times.get(voter, float("-inf")) for voter in voters), reverse=True)
             ends.append(renewed[len(voters) // 2])
-        return min(ends) + self._lease * (1 - LEASE_MARGIN)
+        self._office_end = min(ends) + self._lease * (1 - LEASE_MARGIN)
 
     def _step_down(self, why: str) -> list[CandidateCommand]:
         self._stop_canvass()
@@ -325,6 +328,8 @@ class Candidate:
         """The agent's voter learns it too: no other candidate may be elected without it."""
         self.electorate = electorate
         self._voter.learn(electorate)
+        if self.in_office:
+            self._extend_office()
 
     def _names(self, nodes: Iterable[str]) -> set[str]:
         """The names under which these nodes vote: their own, and the addresses at which they listen."""
