@@ -29,13 +29,13 @@ class JobSettings(Struct, frozen=True):
 class Predecessor(Struct, frozen=True):
     """What a coordinator that succeeds another one knows about it.
 
-    `round` is the newest round of the job.  `node` is the former coordinator's node if it was in that round; `is_gone`:
-    its process has ended.
+    `round` is the newest round of the job.  `node` is the former coordinator's node if it was in that round; `is_lost`:
+    its process has ended, or was silent for a lease.
     """
 
     round: int
     node: str = ""
-    is_gone: bool = False
+    is_lost: bool = False
 
 
 # events ---------------------------------------------------------------------------------------------------------------

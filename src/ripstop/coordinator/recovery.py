@@ -3,8 +3,8 @@
 Rules: (1) the highest round wins; (2) the round continues when all its nodes are back within a lease; (3) a round that
 failed meanwhile waits only as long as a live node needs to reconnect, a third of a lease; (4) a failed round with ranks
 by node number (`RankBy.SLOT`) does not wait for a missing node if a new node with the same number has joined; (5) a
-round in which only the former coordinator's node is missing waits `RECONNECT_TIMEOUT_S` for it, because that node was
-silent for a lease already; it does not wait if the process of that node has ended.
+round in which only the former coordinator's node is missing waits `RECONNECT_TIMEOUT_S` for it, and not at all if that
+node is lost.
 """
 
 from typing import TYPE_CHECKING
@@ -43,7 +43,7 @@ def deadline(job: "Job") -> float:
     """When the round ends if not all its nodes are back."""
     if _is_predecessor_missing(job):
         assert job.predecessor is not None
-        return job.phase_since + (0.0 if job.predecessor.is_gone else RECONNECT_TIMEOUT_S)
+        return job.phase_since + (0.0 if job.predecessor.is_lost else RECONNECT_TIMEOUT_S)
     lease = job.settings.timing.lease
     timeout = min(lease, lease / 3 + RECONNECT_TIMEOUT_S) if job.failure_policy.has_failure else lease
     return job.phase_since + timeout

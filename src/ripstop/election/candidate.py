@@ -43,14 +43,14 @@ class SendTo(Struct, frozen=True):
 class Lead(Struct, frozen=True):
     """Start the coordinator.
 
-    `round` is the newest round of the job.  `lost` is the former coordinator if it was in that round; `is_gone`: its
-    process has ended.
+    `round` is the newest round of the job.  `former` is the former coordinator if it was in that round; `is_lost`: for
+    all who promised, its process has ended or was silent for a lease.
     """
 
     epoch: int
     round: int
-    lost: str = ""
-    is_gone: bool = False
+    former: str = ""
+    is_lost: bool = False
 
 
 class StepDown(Struct, frozen=True):
@@ -252,8 +252,8 @@ class Candidate:
         if not was_in_office:
             self._announced, self._proposal = self.electorate.round, None
             former = next((p.former for p in promises.values() if p.former in self.electorate.voters), "")
-            is_gone = any(p.is_gone for p in promises.values() if p.former == former)
-            out.append(Lead(self.epoch, self.electorate.round, former, is_gone=is_gone and bool(former)))
+            is_lost = bool(former) and all(p.is_lost for p in promises.values() if p.former == former)
+            out.append(Lead(self.epoch, self.electorate.round, former, is_lost))
         out += [SendTo(node, Office(self.epoch, self._node)) for node in self._contacts]
         return out + self._change(self.electorate, now)  # rule 4
 

@@ -168,7 +168,7 @@ class CandidateHost:
             self.settings,
             lambda: self._candidate.holds_office(boot_time()),
             self._sinks,
-            predecessor=Predecessor(lead.round, lead.lost, lead.is_gone),
+            predecessor=Predecessor(lead.round, lead.former, lead.is_lost),
             propose=self._propose,
         )
         self.coordinator = coordinator

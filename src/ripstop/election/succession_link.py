@@ -196,6 +196,8 @@ class SuccessionLink:
             self._connect_later(self._search.on_failed())
             return
         self._is_accepted = False
+        if link.is_lost_by_silence and self._leader is not None:
+            self._voter.on_silent(self._leader[1])
         self._search.on_lost(is_silent=link.is_lost_by_silence)
         self._connect_later(0.0)
         if self._host is not None:

@@ -36,7 +36,7 @@ class Voter:
         self.electorate = first
         self.promised = 0  # the highest epoch
         self.promised_to = ""  # the candidate of that epoch
-        self._former, self._is_gone = "", False  # the coordinator that this agent followed last
+        self._former, self._is_lost = "", False  # the coordinator that this agent followed last
         self._bound_until = float("-inf")
         self._lease = lease
         self._seat = seat
@@ -54,7 +54,7 @@ class Voter:
                 if epoch < self.promised or (epoch == self.promised and node != self.promised_to):
                     return [Reply(self.follow())]  # rule 1; the coordinator asks for a higher epoch
                 self.promised, self.promised_to = epoch, node
-                self._former, self._is_gone = node, False
+                self._former, self._is_lost = node, False
                 return [Accept()]
             case Renew(epoch, number, electorate):
                 if epoch != self.promised:
@@ -68,8 +68,12 @@ class Voter:
         """The process of this node has ended (rule 3)."""
         if node == self.promised_to:
             self._bound_until = float("-inf")
+        self.on_silent(node)
+
+    def on_silent(self, node: str) -> None:
+        """This coordinator sent nothing for a lease.  The promise to it is not affected."""
         if node == self._former:
-            self._is_gone = True
+            self._is_lost = True
 
     def on_tick(self, now: float) -> list[VoterCommand]:
         """The binding may be over: ask the candidate to canvass again."""
@@ -95,7 +99,7 @@ class Voter:
         self._bound_until = now + self._lease
         self._wants_canvass = False
         former = self._former if self._former != node else ""
-        return [Reply(Promise(epoch, number, self.electorate, former, self._is_gone))]
+        return [Reply(Promise(epoch, number, self.electorate, former, self._is_lost))]
 
     def learn(self, electorate: Electorate) -> None:
         """Keep the newest electorate (rule 4)."""

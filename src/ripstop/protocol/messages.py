@@ -204,14 +204,14 @@ class Follow(ProtocolMessage, frozen=True):
 class Promise(ProtocolMessage, frozen=True):
     """Reply to `Canvass`: the agent will never follow a lower epoch, and for one lease no other candidate.
 
-    `former` is the coordinator that it followed before; `is_gone`: that process has ended.
+    `former` is the coordinator that it followed before; `is_lost`: that process has ended, or sent nothing for a lease.
     """
 
     epoch: Int64
     number: Int64
     electorate: Electorate
     former: str = ""
-    is_gone: bool = False
+    is_lost: bool = False
 
 
 class Renewed(ProtocolMessage, frozen=True):
