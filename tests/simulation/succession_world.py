@@ -126,8 +126,7 @@ class Process:
         self.incoming: dict[str, Connection] = {}
         self.joined: set[str] = set()
         self.highest = 0
-        self.proposed: tuple[int, tuple[str, ...]] | None = None
-        self.members: tuple[str, ...] = ()
+        self.proposed: dict[int, tuple[str, ...]] = {}  # rounds that wait for their commit
 
 
 class SuccessionWorld:
@@ -148,7 +147,7 @@ class SuccessionWorld:
         self.announced: dict[int, int] = {}  # round: epoch
         self.latency, self.patience = self.mix.latency, self.mix.patience
         self.latencies: dict[tuple[int, int], float] = {}
-        self.is_calm = False
+        self.is_calm, self.calm_at = False, 0.0
         self.offices = 0
         for host in range(self.hosts):
             self.at(random.random() * random.choice((0.1, 2.0)), self._start, host)
@@ -303,7 +302,7 @@ class SuccessionWorld:
 
     def _stop_faults(self) -> None:
         self.note("*** no more faults")
-        self.is_calm = True
+        self.is_calm, self.calm_at = True, self.now
         self.latency, self.patience, self.latencies = 0.03, 1.0, {}
         self.blocked.clear()
         for process in self._living():
@@ -319,7 +318,7 @@ class SuccessionWorld:
         if not why_not:
             self.note("at rest")
             return True
-        if (leader := self._leader()) and not leader.proposed:
+        if leader := self._leader():
             self._form(leader, everybody=True)
         self.at(self.now + 1.0, self._check_rest, end)
         return False
@@ -347,7 +346,9 @@ class SuccessionWorld:
 
     def _form(self, leader: Process, *, everybody: bool = False) -> None:
         assert leader.candidate
-        if leader.frozen_until > self.now or not leader.candidate.holds_office(self.clock(leader)) or leader.proposed:
+        if leader.frozen_until > self.now or not leader.candidate.holds_office(self.clock(leader)):
+            return
+        if any(leader.incoming.keys() >= set(members) for members in leader.proposed.values()):
             return
         present = sorted(leader.joined & leader.incoming.keys())
         if everybody and len(present) < len(self._living()):
@@ -356,14 +357,14 @@ class SuccessionWorld:
         if not members:
             return
         leader.highest += 1
-        leader.proposed = (leader.highest, tuple(members))
+        leader.proposed[leader.highest] = tuple(members)
         self.note(f"{leader.name} forms round {leader.highest} of {members}")
         self._execute(leader, leader.candidate.propose(leader.highest, members, self.clock(leader)))
 
     def _announce(self, leader: Process, round: int) -> None:
         assert leader.candidate
         epoch = leader.candidate.epoch
-        require(leader.proposed and leader.proposed[0] == round, f"{leader.name} announces {round}: {leader.proposed}")
+        require(round in leader.proposed, f"{leader.name} announces {round}: {leader.proposed}")
         require(round not in self.announced, f"round {round} is committed twice")
         for other, of in self.announced.items():
             require(
@@ -371,12 +372,10 @@ class SuccessionWorld:
             )
             require(self.mix.clocks_jump or other < round, f"round {round} is committed after round {other}")
         self.announced[round] = epoch
-        assert leader.proposed
-        leader.members = leader.proposed[1]
-        leader.proposed = None
-        for name in leader.members:
+        for name in leader.proposed[round]:
             if connection := leader.incoming.get(name):
                 self._send(connection, CLIENT, Assign(epoch, round))
+        leader.proposed = {later: members for later, members in leader.proposed.items() if later > round}
 
     def _execute(self, process: Process, commands: list[CandidateCommand]) -> None:
         for command in commands:
@@ -394,14 +393,16 @@ class SuccessionWorld:
                             fault = self.random.choice(("part", "cut_leader", "one_way_leader", "kill_leader"))
                             self.at(self.now + self.random.random() * 0.5, self._fault, fault)
                     process.highest = round
-                    process.joined, process.proposed = set(), None
+                    process.joined, process.proposed = set(), {}
                     assert process.candidate
                     if process.candidate.electorate.is_first:
                         self.announced.clear()  # all candidates were started again: it is another job
                     lost = [r for r, of in self.announced.items() if r > round and of < epoch]
                     require(not lost, f"{process.name} leads from round {round}, and does not know {lost}")
-                case StepDown():
-                    process.joined, process.proposed = set(), None
+                case StepDown(why):
+                    has_settled = self.is_calm and self.now > self.calm_at + 5 * LEASE_S
+                    require(not (has_settled and "renew" in why), f"{process.name} steps down without a fault: {why}")
+                    process.joined, process.proposed = set(), {}
                     for connection in process.incoming.values():
                         self._close(connection, SERVER)
                     process.incoming = {}

@@ -68,28 +68,8 @@ def test_schedules_of_every_mix_elect_successors_and_commit_rounds(mix: int) -> 
     assert rounds >= 40
 
 
+# Rules that others cover are tested in tests/election/test_candidate.py.
 # mutants --------------------------------------------------------------------------------------------------------------
-
-
-def a_voter_promises_any_epoch(patch: pytest.MonkeyPatch) -> None:
-    original = Voter._on_canvass
-
-    def on_canvass(voter: Voter, epoch: int, number: int, node: str, now: float) -> Any:
-        voter.promised = min(voter.promised, epoch - 1)
-        return original(voter, epoch, number, node, now)
-
-    patch.setattr(Voter, "_on_canvass", on_canvass)
-
-
-def a_voter_promises_an_epoch_twice(patch: pytest.MonkeyPatch) -> None:
-    original = Voter._on_canvass
-
-    def on_canvass(voter: Voter, epoch: int, number: int, node: str, now: float) -> Any:
-        if epoch == voter.promised:
-            voter.promised_to = node
-        return original(voter, epoch, number, node, now)
-
-    patch.setattr(Voter, "_on_canvass", on_canvass)
 
 
 def a_promise_binds_nobody(patch: pytest.MonkeyPatch) -> None:
@@ -168,16 +148,6 @@ def a_round_is_announced_before_it_is_committed(patch: pytest.MonkeyPatch) -> No
     patch.setattr(Candidate, "_settle", settle)
 
 
-def two_changes_are_pending_at_a_time(patch: pytest.MonkeyPatch) -> None:
-    original = Candidate.propose
-
-    def propose(candidate: Candidate, round: int, nodes: Any, now: float) -> Any:
-        candidate._is_settled = True
-        return original(candidate, round, nodes, now)
-
-    patch.setattr(Candidate, "propose", propose)
-
-
 def an_office_has_no_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Candidate, "_extend_office", lambda candidate: setattr(candidate, "_office_end", float("inf")))
 
@@ -230,8 +200,6 @@ def a_candidate_keeps_its_epoch(patch: pytest.MonkeyPatch) -> None:
 
 
 MUTANTS: list[Patch] = [
-    a_voter_promises_any_epoch,
-    a_voter_promises_an_epoch_twice,
     a_promise_binds_nobody,
     a_voter_forgets_the_electorate,
     a_candidate_does_not_tell_its_own_voter,
@@ -241,7 +209,6 @@ MUTANTS: list[Patch] = [
     a_majority_of_the_addresses_starts_a_job,
     a_candidate_ignores_what_voters_know,
     a_round_is_announced_before_it_is_committed,
-    two_changes_are_pending_at_a_time,
     an_office_has_no_end,
     an_office_lasts_longer_than_its_promises,
     a_renewal_counts_from_its_reply,

@@ -6,18 +6,19 @@ over a connection, like all others.  The two share what they know of the elector
 1.  A candidate asks for promises if its own agent has no coordinator, and those who look for one here could elect it.
 2.  It is the coordinator with promises of the newest electorate that it knows: a majority of the voters, and of the
     outgoing voters if a change is pending.  Before the first round it needs all addresses.
-3.  The office ends, by its own clock, before voters may promise to another: a majority must have renewed it.  The time
-    counts from the moment a renewal was requested, and is shorter than the lease by `LEASE_MARGIN`.
+3.  The office ends, by its own clock, before voters may promise to another: the majorities of rule 2 must have renewed
+    it.  The time counts from the moment a renewal was requested, and is shorter than the lease by `LEASE_MARGIN`.
 4.  A new coordinator first makes the electorate that it inherited its own: a majority confirms it in the new epoch.  It
     changes nothing before that.
 5.  A round is committed, and only then announced, when a majority of its voters and a majority of the voters before it
-    have confirmed it.  One change is pending at a time.
+    have confirmed it.  One change is pending at a time.  It begins when a majority of the new voters has renewed the
+    office, so that the office does not end with it.
 6.  A node that has left is no voter any more, without a vote: it never promises again, so all majorities still overlap.
 7.  A coordinator that meets a higher epoch asks its voters for one above it.  It steps down if that epoch has a
     coordinator.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -88,6 +89,7 @@ class Candidate:
         self._confirmed: set[str] = set()  # voters that have this version of the electorate
         self._is_settled = False  # a majority has it (rule 4)
         self._proposal: tuple[int, tuple[str, ...]] | None = None  # a round that waits for the pending change
+        self._asked: set[str] = set()  # nodes of that round that were asked to renew the office
         self._announced = 0
         self._number = 0
         self._requests: dict[int, tuple[float, tuple[int, int]]] = {}  # by number: time, and version
@@ -110,7 +112,7 @@ class Candidate:
                 self._extend_office()
                 if version == self.electorate.version:
                     self._confirmed.add(node)
-                    return out + self._commit(now)
+                return out + self._commit(now) + self._settle(now)
         return out
 
     def on_disconnected(self, node: str) -> None:
@@ -129,6 +131,7 @@ class Candidate:
     def propose(self, round: int, nodes: Iterable[str], now: float) -> list[CandidateCommand]:
         """The coordinator has formed a round; `Announce` follows when it is committed."""
         self._proposal = (round, tuple(nodes)[:MAX_VOTERS])
+        self._asked = set()
         return self._settle(now) if self.in_office else []
 
     def on_left(self, node: str, now: float) -> list[CandidateCommand]:
@@ -276,13 +279,18 @@ class Candidate:
         if self.electorate.outgoing:
             return out + self._change(replace(self.electorate, outgoing=()), now)
         self._is_settled = True
-        return out + self._settle(now)
+        return out
 
     def _settle(self, now: float) -> list[CandidateCommand]:
         """Begin the change to a round that waits, if no other change is pending (rules 4 and 5)."""
         if self._proposal is None or not self._is_settled:
             return []
-        (round, nodes), self._proposal = self._proposal, None
+        round, nodes = self._proposal
+        if self._bound_until(nodes) < now + self._lease / RENEWALS_A_LEASE:
+            strangers = [node for node in nodes if node not in self._asked and node in self._contacts]
+            self._asked.update(strangers)
+            return [command for node in strangers for command in self._request_renewal(node, now)]
+        self._proposal = None
         before = self.electorate.voters
         outgoing = () if set(nodes) == set(before) else before
         return self._change(replace(self.electorate, round=round, voters=nodes, outgoing=outgoing, is_first=False), now)
@@ -292,7 +300,8 @@ class Candidate:
         return [command for node in self._contacts for command in self._request_renewal(node, now)]
 
     def _request_renewal(self, node: str, now: float) -> list[CandidateCommand]:
-        if not self._names([node]) & {*self.electorate.voters, *self.electorate.outgoing}:
+        proposed = self._proposal[1] if self._proposal else ()
+        if not self._names([node]) & {*self.electorate.voters, *self.electorate.outgoing, *proposed}:
             return []
         electorate = None if node in self._confirmed else self.electorate
         return [SendTo(node, Renew(self.epoch, self._request(now), electorate))]
@@ -306,14 +315,16 @@ class Candidate:
 
     def _extend_office(self) -> None:
         """The office ends when no majority of voters is bound any more (rule 3)."""
-        ends = []
+        both = (self.electorate.voters, self.electorate.outgoing)
+        self._office_end = min(self._bound_until(voters) for voters in both if voters)
+
+    def _bound_until(self, voters: Sequence[str]) -> float:
+        """The time until which a majority of these is bound to this coordinator."""
         times: dict[str, float] = {}
         for node, at in self._renewed_at.items():
             times |= {name: max(at, times.get(name, at)) for name in self._names([node])}
-        for voters in filter(None, (self.electorate.voters, self.electorate.outgoing)):
-            renewed = sorted((times.get(voter, float("-inf")) for voter in voters), reverse=True)
-            ends.append(renewed[len(voters) // 2])
-        self._office_end = min(ends) + self._lease * (1 - LEASE_MARGIN)
+        renewed = sorted((times.get(voter, float("-inf")) for voter in voters), reverse=True)
+        return renewed[len(voters) // 2] + self._lease * (1 - LEASE_MARGIN)
 
     def _step_down(self, why: str) -> list[CandidateCommand]:
         self._stop_canvass()

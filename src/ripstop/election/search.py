@@ -1,12 +1,14 @@
 """Where an agent looks for a coordinator: the addresses of `--rdzv-endpoint`, in an order that all agents share.  Pure.
 
 Rules: (1) a lost coordinator's address comes last in the next turn through the list, so that all who lost it meet at
-the same successor; one that closed the connection is tried once more first; (2) an agent waits long at the first
-candidate that it reaches, and only for a short time at the others, so that agents at different candidates meet; (3) a
-redirect goes to an address of the list only, and more redirects in a row than the list is long are delayed.
+the same successor; one that closed the connection is tried again first, to learn whether its process has ended; (2) an
+agent waits long at the first candidate that it reaches, and only for a short time at the others, so that agents at
+different candidates meet; (3) a redirect goes to an address of the list only, and more redirects in a row than the list
+is long are delayed.
 """
 
 RETRY_DELAY_S = 0.2  # after all addresses have failed
+RECHECK_DELAY_S = 0.05  # before a coordinator that closed the connection twice is tried again
 LONG_WAIT = 2.0  # leases, at the first candidate that is reached
 SHORT_WAIT = 0.2  # leases, at any other
 
@@ -22,6 +24,7 @@ class Search:
         self._redirected: int | None = None
         self._redirects = 0
         self._has_waited = False  # in this turn through the list, at a candidate
+        self._rechecks = 0  # how often a coordinator that closed the connection is tried again
 
     @property
     def target(self) -> int:
@@ -36,10 +39,17 @@ class Search:
         """The connection to the coordinator is lost."""
         self._start()
         if not is_silent:
-            self._redirected = self._leader  # rule 1
+            self._redirected, self._rechecks = self._leader, 1  # rule 1
 
-    def on_failed(self) -> float:
-        """The address cannot be reached, or its candidate was not elected: the delay before the next one."""
+    def on_failed(self, *, is_closed: bool = False) -> float:
+        """The address cannot be reached, or its candidate was not elected: the delay before the next one.
+
+        `is_closed`: the peer closed the connection at once, as a process does that is being killed.
+        """
+        if self._rechecks and is_closed:
+            self._rechecks -= 1
+            return RECHECK_DELAY_S
+        self._rechecks = 0
         if self._redirected is not None:
             self._redirected = None
             return 0.0 if self._redirects == 0 else RETRY_DELAY_S

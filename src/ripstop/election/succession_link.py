@@ -26,7 +26,7 @@ from ripstop.transport.endpoint import Bound
 from ripstop.transport.link import Listener
 from ripstop.transport.server import Server
 from ripstop.transport.tls import client_context, server_context
-from ripstop.transport.websocket_link import WebSocketLink
+from ripstop.transport.websocket_link import ConnectFailure, WebSocketLink
 
 CLOSE_TIMEOUT_S = 3.0  # for connections at the end
 
@@ -158,7 +158,7 @@ class SuccessionLink:
             token=self._token,
             lease=self._settings.timing.lease,
             tls=self._tls,
-            on_failed=lambda is_refused: self._on_failed(link, is_refused=is_refused),
+            on_failed=lambda failure: self._on_failed(link, failure),
         )
         link.open(_Peer(self, link))
 
@@ -170,13 +170,14 @@ class SuccessionLink:
             self._start_task(old.close())
         self._next_timer = self._loop.call_later(delay, self._connect)
 
-    def _on_failed(self, link: WebSocketLink, *, is_refused: bool) -> None:
+    def _on_failed(self, link: WebSocketLink, failure: ConnectFailure) -> None:
         """The address cannot be reached.  Nobody listens at the address that refuses: its agent has ended."""
         if link is not self._link:
             return
+        is_refused = failure is ConnectFailure.REFUSED
         if is_refused and self._leader is not None and self._leader[0] == self._search.target:
             self._voter.on_gone(self._leader[1])
-        self._connect_later(self._search.on_failed())
+        self._connect_later(self._search.on_failed(is_closed=failure is ConnectFailure.CLOSED))
 
     def _on_waited(self) -> None:
         if not self._is_accepted:

@@ -19,6 +19,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from http import HTTPStatus
 from typing import TypeVar
@@ -44,6 +45,14 @@ MAX_ABORTED_HANDSHAKES = 4  # in a row; over TLS, they then count as a rejection
 Expected = TypeVar("Expected", messages.Challenge, messages.Welcome)
 
 
+class ConnectFailure(Enum):
+    """Why an attempt to connect failed."""
+
+    REFUSED = "refused"  # nobody listens at the address
+    CLOSED = "closed"  # the peer closed the connection before the handshake: it may be ending
+    OTHER = "other"
+
+
 class _FinalRejection(Exception):
     """The coordinator rejects this node, and a retry does not help."""
 
@@ -64,9 +73,9 @@ class WebSocketLink:
         token: str,
         lease: float,
         tls: ssl.SSLContext | None = None,
-        on_failed: Callable[[bool], None] = lambda _is_refused: None,
+        on_failed: Callable[[ConnectFailure], None] = lambda _failure: None,
     ) -> None:
-        """`on_failed` is called after an attempt that did not connect, with whether the address refused it."""
+        """`on_failed` is called after each attempt before the first connection that fails."""
         self._loop = asyncio.get_running_loop()
         self._endpoint = endpoint
         self._run_id = run_id
@@ -152,8 +161,7 @@ class WebSocketLink:
                 except (aiohttp.ClientError, OSError, ProtocolError, _Retry) as error:
                     self._last_error = _describe(error)
                     if not self._was_connected:
-                        is_refused = isinstance(_cause(error), ConnectionRefusedError)
-                        self._loop.call_soon(self._on_failed, is_refused)
+                        self._loop.call_soon(self._on_failed, _failure(error))
                 if self._listener is None:
                     return
                 if self._loop.time() - began > websocket.HANDSHAKE_TIMEOUT_S + self._lease:
@@ -349,9 +357,14 @@ def _describe(error: BaseException) -> str:
             return describe_network_error(error, websocket.HANDSHAKE_TIMEOUT_S)
 
 
-def _cause(error: BaseException) -> BaseException:
-    """The system's error, if there is one."""
-    return error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+def _failure(error: BaseException) -> ConnectFailure:
+    match error:
+        case aiohttp.ClientConnectorError(os_error=ConnectionRefusedError()):
+            return ConnectFailure.REFUSED
+        case aiohttp.ServerDisconnectedError() | ConnectionResetError() | aiohttp.ClientOSError() | _Retry():
+            return ConnectFailure.CLOSED
+        case _:
+            return ConnectFailure.OTHER
 
 
 def _not_a_coordinator(status: int) -> str:
