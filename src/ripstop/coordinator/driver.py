@@ -146,7 +146,7 @@ class Coordinator:
 
     @property
     def allows_chaos(self) -> bool:
-        return self.settings.allow_chaos
+        return self.settings.allow_chaos or self._job.memory.allow_chaos
 
     def status(self) -> JobStatus:
         status = self._job.status(self._now())

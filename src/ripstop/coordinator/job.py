@@ -36,6 +36,7 @@ from ripstop.coordinator.formation import ChangeRound, Formation, GiveUp, Hold, 
 from ripstop.coordinator.job_types import Disconnect, JobCommand, JobInput, JobSettings, Predecessor, RecordEvent, Send
 from ripstop.coordinator.liveness import LATE_TICK_S
 from ripstop.coordinator.membership import Member, Membership, rejection_reason
+from ripstop.coordinator.memory import JobMemory
 from ripstop.coordinator.restart_budget import RestartBudget, is_early_failure
 from ripstop.model import events
 from ripstop.model import operator_commands as operator
@@ -89,6 +90,7 @@ class Job:
             self.formation.highest_round = predecessor.round  # rule 1, also if no node has received it
         self.failure_policy = failure_policy.FailurePolicy(settings.budget, settings.timing.lease)
         self.replication = replication_plan.ReplicationPlan()
+        self.memory = JobMemory()
         self.recovered_place: Place | None = None  # the first place that was reported of a round to recover
         self.phase_since = now
         self.why = "first round"  # the reason for the current phase
@@ -128,6 +130,7 @@ class Job:
         self._advance(now)
         if self.phase is Phase.RUNNING:
             self.events += (events.UnhealthyNodeRetained(*kept) for kept in self.membership.newly_retained())
+        self.memory.send_if_changed(self, now)
         out = [*map(RecordEvent, self.events), *self.commands]
         self.events, self.commands = [], []
         return out
@@ -168,6 +171,9 @@ class Job:
             return
         if isinstance(message, messages.Join):
             self._on_join(node, message, now)
+            return
+        if isinstance(message, messages.Remember):
+            self.memory.restore(self, message, now)  # rule 8
             return
         if node not in self.members:
             return  # lost, or never joined: the reply to its next Join brings it up to date

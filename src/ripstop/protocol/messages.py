@@ -18,6 +18,7 @@ from msgspec import Struct
 from ripstop.model.electorate import Electorate
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.field_types import Int64, Items
+from ripstop.model.memory import Memory
 from ripstop.model.round import Address, CommitId, Node, Outcome, Place, RankBy
 
 VERSION = 1
@@ -181,6 +182,13 @@ class Replicated(ProtocolMessage, frozen=True):
     size: Int64 = 0
 
 
+class Remember(ProtocolMessage, frozen=True):
+    """Coordinator: keep this.  Agent, before its `Join`: this is what a coordinator sent `age` seconds ago."""
+
+    memory: Memory
+    age: float = 0.0
+
+
 class Heartbeat(ProtocolMessage, frozen=True):
     """The sender is alive.  Both sides send it."""
 
@@ -322,11 +330,11 @@ class Renew(ProtocolMessage, frozen=True):
 Handshake = Challenge | Hello | Welcome | Rejected
 FromAgent = (
     Join | Ready | Problems | Failed | Inspected | Succeeded | Leaving | Stopped | Left | Events | Reply | Replicated
-    | Heartbeat | Follow | Promise | Renewed
+    | Heartbeat | Remember | Follow | Promise | Renewed
 )  # fmt: skip
 FromCoordinator = (
     Assign | StandBy | Drain | Inspect | Query | Replicate | Closing | Closed | Rejected | Heartbeat
-    | Canvass | Office | Redirect | Renew
+    | Remember | Canvass | Office | Redirect | Renew
 )  # fmt: skip
 Message = Handshake | FromAgent | FromCoordinator
 
