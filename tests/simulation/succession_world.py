@@ -467,7 +467,8 @@ class SuccessionWorld:
                 self._vote(process, process.voter.on(message, now))
             case Redirect(address):
                 if not process.is_accepted:
-                    self._leave_candidate(process, process.search.on_redirected(address.port))
+                    delay = process.search.on_redirected(address.port)
+                    self.at(self.now + delay, self._redirected, process, process.connection)
             case Assign(epoch, round) if process.is_accepted and round > process.newest:
                 require(epoch >= process.round[0], f"{process.name} starts {epoch}:{round} after {process.round}")
                 process.newest = round
@@ -510,7 +511,7 @@ class SuccessionWorld:
         elif server is None or not server.alive:
             self.at(self.now + 0.01, self._failed, process, process.attempt, target, True)
         elif server.frozen_until > self.now:
-            self.at(self.now + LEASE_S / 3, self._failed, process, process.attempt, target, False)
+            self.at(self.now + LEASE_S, self._failed, process, process.attempt, target, False)
         else:
             connection = process.connection = Connection(process, server, self.now)
             old = server.incoming.get(process.name)
@@ -533,6 +534,10 @@ class SuccessionWorld:
     def _waited(self, process: Process, connection: Connection) -> None:
         if process.alive and process.connection is connection and not process.is_accepted:
             self._leave_candidate(process, process.search.on_failed())
+
+    def _redirected(self, process: Process, connection: Connection) -> None:
+        if process.alive and process.connection is connection and not process.is_accepted:
+            self._leave_candidate(process, 0.0)
 
     def _leave_candidate(self, process: Process, delay: float) -> None:
         connection, process.connection = process.connection, None

@@ -11,6 +11,7 @@ RETRY_DELAY_S = 0.2  # after all addresses have failed
 RECHECK_DELAY_S = 0.05  # before a coordinator that closed the connection twice is tried again
 LONG_WAIT = 2.0  # leases, at the first candidate that is reached
 SHORT_WAIT = 0.2  # leases, at any other
+REDIRECT_WAIT = 0.5  # leases, before a coordinator that was silent is tried again
 
 
 class Search:
@@ -25,6 +26,7 @@ class Search:
         self._redirects = 0
         self._has_waited = False  # in this turn through the list, at a candidate
         self._rechecks = 0  # how often a coordinator that closed the connection is tried again
+        self._is_silent = False  # the last coordinator was lost because it was silent
 
     @property
     def target(self) -> int:
@@ -38,6 +40,7 @@ class Search:
     def on_lost(self, *, is_silent: bool) -> None:
         """The connection to the coordinator is lost."""
         self._start()
+        self._is_silent = is_silent
         if not is_silent:
             self._redirected, self._rechecks = self._leader, 1  # rule 1
 
@@ -61,8 +64,14 @@ class Search:
         return RETRY_DELAY_S
 
     def on_redirected(self, target: int) -> float:
-        """A candidate follows a coordinator at this address: the delay before it is tried."""
+        """A candidate follows a coordinator at this address: the delay before it is tried.
+
+        If this agent has just lost that one, the candidate may soon lose it, too: it stays for a while.
+        """
         self._redirects += 1
+        if self._is_silent and target == self._leader:
+            self._is_silent, self._redirected = False, target
+            return self._lease * REDIRECT_WAIT
         if self._redirects % (len(self._order) + 1) == 0:  # rule 3
             return self.on_failed()
         self._redirected = target

@@ -28,6 +28,7 @@ from ripstop.transport.server import Server
 from ripstop.transport.tls import client_context, server_context
 from ripstop.transport.websocket_link import ConnectFailure, WebSocketLink
 
+MIN_HANDSHAKE_TIMEOUT_S = 1.0  # a frozen process accepts connections and does not answer
 CLOSE_TIMEOUT_S = 3.0  # for connections at the end
 
 
@@ -158,6 +159,7 @@ class SuccessionLink:
             token=self._token,
             lease=self._settings.timing.lease,
             tls=self._tls,
+            handshake_timeout=max(self._settings.timing.lease, MIN_HANDSHAKE_TIMEOUT_S),
             on_failed=lambda failure: self._on_failed(link, failure),
         )
         link.open(_Peer(self, link))
@@ -232,10 +234,16 @@ class SuccessionLink:
                 self._execute(link, self._voter.on(message, boot_time()))
             case Redirect(address):
                 if not self._is_accepted and address in self._addresses:
-                    self._connect_later(self._search.on_redirected(self._addresses.index(address)))
+                    self._redirect(self._search.on_redirected(self._addresses.index(address)))
             case _ if self._is_accepted:
                 self._received_outcome |= isinstance(message, Closed)
                 self._listener.on_message(message)
+
+    def _redirect(self, delay: float) -> None:
+        """Stay connected until then: the peer may become a candidate itself."""
+        if self._next_timer is not None:
+            self._next_timer.cancel()
+        self._next_timer = self._loop.call_later(delay, self._connect_later, 0.0)
 
     def _execute(self, link: WebSocketLink, commands: list[VoterCommand]) -> None:
         for command in commands:

@@ -73,6 +73,7 @@ class WebSocketLink:
         token: str,
         lease: float,
         tls: ssl.SSLContext | None = None,
+        handshake_timeout: float = websocket.HANDSHAKE_TIMEOUT_S,
         on_failed: Callable[[ConnectFailure], None] = lambda _failure: None,
     ) -> None:
         """`on_failed` is called after each attempt before the first connection that fails."""
@@ -91,6 +92,7 @@ class WebSocketLink:
         self._aborted_handshakes = 0  # in a row
         self._was_connected = False
         self._on_failed = on_failed
+        self._handshake_timeout = handshake_timeout
         self.is_lost_by_silence = False  # the last connection ended because the coordinator sent nothing
         self._disconnected_at = time.time()
         self._tries = 0
@@ -173,7 +175,7 @@ class WebSocketLink:
         """One connection, from its start to its end."""
         scheme = "wss" if self._tls else "ws"
         url = URL.build(scheme=scheme, host=self._endpoint.host, port=self._endpoint.port, path=websocket.AGENT_PATH)
-        async with asyncio.timeout(websocket.HANDSHAKE_TIMEOUT_S) as limit, contextlib.AsyncExitStack() as stack:
+        async with asyncio.timeout(self._handshake_timeout) as limit, contextlib.AsyncExitStack() as stack:
             ws = await self._connect(http, url)
             stack.push_async_callback(ws.close)
             connection = ws.get_extra_info("socket")
