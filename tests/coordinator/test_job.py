@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ripstop.coordinator import membership
 from ripstop.coordinator.failure_policy import DIAGNOSIS_TIMEOUT_S, PEER_LOSS_TIMEOUT_S
 from ripstop.coordinator.formation import SETTLE_TIMEOUT_S
-from ripstop.coordinator.job import TRANSITIONS, Job
+from ripstop.coordinator.job import Job
 from ripstop.coordinator.job_end import FINAL_REPORT_TIMEOUT_S
 from ripstop.coordinator.job_types import (
     Disconnect,
@@ -28,6 +28,7 @@ from ripstop.coordinator.job_types import (
 )
 from ripstop.coordinator.liveness import LATE_TICK_S, RECONNECT_TIMEOUT_S
 from ripstop.coordinator.membership import MAX_HEALTH_CHECK_S
+from ripstop.coordinator.phase_transitions import TRANSITIONS
 from ripstop.model.config import Budget, QuarantineLimits, Timing
 from ripstop.model.events import (
     BudgetCharged,
@@ -65,6 +66,7 @@ from ripstop.protocol.messages import (
     Problems,
     Ready,
     Rejected,
+    Remember,
     StandBy,
     Status,
     Stopped,
@@ -98,8 +100,12 @@ def port(name: str) -> int:
 
 
 def on(job: Job, event: JobInput, now: float) -> list[JobCommand]:
-    """The commands for an event, without recorded events."""
-    return [command for command in job.on(event, now) if not isinstance(command, RecordEvent)]
+    """The commands for an event, without recorded events and copies of the coordinator's memory."""
+    return [command for command in job.on(event, now) if not isinstance(command, RecordEvent) and not _is_copy(command)]
+
+
+def _is_copy(command: JobCommand) -> bool:
+    return isinstance(command, Send) and isinstance(command.message, Remember)
 
 
 def receive(job: Job, name: str, message: FromAgent, now: float) -> list[JobCommand]:
@@ -1154,7 +1160,7 @@ def test_two_thousand_nodes_get_a_few_messages_each_for_every_round() -> None:
     sent: Counter[str] = Counter()
 
     def feed(event: JobInput, now: float) -> None:
-        sent.update(c.node for c in job.on(event, now) if isinstance(c, Send))
+        sent.update(c.node for c in on(job, event, now) if isinstance(c, Send))
 
     names = [f"n{i}" for i in range(count)]
     for i, name in enumerate(names):

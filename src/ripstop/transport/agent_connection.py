@@ -1,4 +1,4 @@
-"""One agent's connection, on the coordinator's side: the handshake, then messages in both directions.
+"""One agent's connection, at the coordinator or a candidate: the handshake, then messages in both directions.
 
 It is a protocol of asyncio that reads WebSocket frames itself (`frames.py`), because a coordinator may have 10,000 of
 them: no task, no queue and no timer belongs to a connection, and a heartbeat is neither decoded nor an event.  Rules:
@@ -13,12 +13,12 @@ them: no task, no queue and no timer belongs to a connection, and a heartbeat is
 import asyncio
 from collections.abc import Callable
 
-from ripstop.coordinator.driver import Coordinator, Session
 from ripstop.model.errors import ProtocolError
 from ripstop.protocol.codec import decode, encode
 from ripstop.protocol.limits import MAX_NAME
 from ripstop.protocol.messages import FROM_AGENT, FromCoordinator, Heartbeat, Join, Message, Rejected
 from ripstop.transport.agent_authentication import AgentAuthentication
+from ripstop.transport.agent_host import AgentHost, AgentSession
 from ripstop.transport.frames import (
     AGENT_HEARTBEAT_SIZE,
     HEARTBEAT,
@@ -42,7 +42,7 @@ class AgentConnection(asyncio.BufferedProtocol):
         self,
         transport: asyncio.Transport,
         host: str,
-        coordinator: Coordinator,
+        agent_host: AgentHost,
         authentication: AgentAuthentication,
         rejections: RejectionLog,
         buffer: memoryview,
@@ -51,7 +51,7 @@ class AgentConnection(asyncio.BufferedProtocol):
     ) -> None:
         self._transport = transport
         self._host = host
-        self._coordinator = coordinator
+        self._agent_host = agent_host
         self._authentication = authentication
         self._rejections = rejections
         self._buffer = buffer
@@ -59,7 +59,7 @@ class AgentConnection(asyncio.BufferedProtocol):
         self._on_closed = on_closed
         self._frames = FrameReader()
         self._challenge = authentication.new_challenge()
-        self._session: Session | None = None  # from the proof to the end of the connection
+        self._session: AgentSession | None = None  # from the proof to the end of the connection
         self._flush_timer: asyncio.TimerHandle | None = None  # while the connection closes
 
     def start(self, key: str, received: bytes) -> None:
@@ -130,7 +130,7 @@ class AgentConnection(asyncio.BufferedProtocol):
 
     def _on_heartbeat(self) -> None:
         if self._session is not None:
-            self._coordinator.renew(self._session)
+            self._session.renew()
             if not self._transport.get_write_buffer_size():
                 self._transport.write(HEARTBEAT)
 
@@ -160,7 +160,7 @@ class AgentConnection(asyncio.BufferedProtocol):
             case node, welcome:
                 self._on_authenticated(self._transport)
                 self._send(welcome)
-                self._session = self._coordinator.attach(node, send=self.put, close=self.finish)
+                self._session = self._agent_host.attach(node, send=self.put, close=self.finish)
 
     def _send(self, message: Message) -> None:
         self._transport.write(text_frame(encode(message)))

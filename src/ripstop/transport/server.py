@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from aiohttp import web
 
 from ripstop.api.http_api import MAX_BODY, Api
-from ripstop.coordinator.driver import Coordinator
 from ripstop.protocol import secret
 from ripstop.protocol.messages import Rejected
 from ripstop.system.network import enable_keepalive
@@ -31,6 +30,7 @@ from ripstop.transport.agent_authentication import (
     websocket_key,
 )
 from ripstop.transport.agent_connection import AgentConnection
+from ripstop.transport.agent_host import AgentHost
 from ripstop.transport.api_authorization import ApiAuthorization
 from ripstop.transport.connection_limits import UnauthenticatedConnections, peer_host
 from ripstop.transport.rejection_log import RejectionLog
@@ -44,12 +44,12 @@ TLS_REQUIRED = b"HTTP/1.1 426 Upgrade Required\r\nUpgrade: TLS/1.3\r\nConnection
 
 
 class Server:
-    """Serves one coordinator on a listening socket, which it owns."""
+    """Serves one `AgentHost` on a listening socket, which it owns."""
 
     def __init__(
         self,
         listening: socket.socket,
-        coordinator: Coordinator,
+        agent_host: AgentHost,
         *,
         token: str,
         tls: ssl.SSLContext | None = None,
@@ -57,13 +57,13 @@ class Server:
         endpoint_host: str = "",
     ) -> None:
         self._listening = listening
-        self._coordinator = coordinator
+        self._host = agent_host
         self._tls = tls
         self._serves_agents = serves_agents
         self._rejections = RejectionLog()
-        self._unauthenticated = UnauthenticatedConnections(coordinator.settings.max_nodes, self._rejections)
-        self._authentication = AgentAuthentication(coordinator, token, self._rejections)
-        api_token = secret.api_token(token, coordinator.settings.run_id) if token else ""
+        self._unauthenticated = UnauthenticatedConnections(agent_host.settings.max_nodes, self._rejections)
+        self._authentication = AgentAuthentication(agent_host.settings, agent_host.ended.done, token, self._rejections)
+        api_token = secret.api_token(token, agent_host.settings.run_id) if token else ""
         self._authorization = ApiAuthorization(api_token, tls, endpoint_host, self._unauthenticated)
         self._agents: set[AgentConnection] = set()
         self._no_agents = asyncio.Event()  # set when the last one has closed
@@ -76,7 +76,7 @@ class Server:
         app = web.Application(client_max_size=MAX_BODY)
         if self._serves_agents:
             app.router.add_get(AGENT_PATH, self._late_agent_request)
-        Api(lambda: self._coordinator, self._authorization.operator, self._authorization.metrics_reader).mount(app)
+        Api(lambda: self._host.job, self._authorization.operator, self._authorization.metrics_reader).mount(app)
         app.router.add_get("/healthz", _healthz)
         app.router.add_route("*", "/{path:.*}", _not_found)
         logger = logging.Logger("ripstop.coordinator.http", logging.DEBUG)  # has no parent: prints nothing by itself
@@ -208,7 +208,7 @@ class Server:
         connection = AgentConnection(
             transport,
             peer_host(transport),
-            self._coordinator,
+            self._host,
             self._authentication,
             self._rejections,
             self._read_buffer,
