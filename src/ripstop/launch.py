@@ -25,6 +25,7 @@ from ripstop.api.job_socket import JobSocket
 from ripstop.coordinator.driver import Coordinator
 from ripstop.coordinator.job_types import JobSettings
 from ripstop.diagnostics.failure_log import FailureLog
+from ripstop.election.elected_link import ElectedLink
 from ripstop.final_output import print_report, print_result, write_job_report, write_termination_message
 from ripstop.logs.console import Console
 from ripstop.logs.directory import LogDirectory, LogsSource
@@ -48,7 +49,7 @@ from ripstop.starters.user_key import job_secret
 from ripstop.system.live_line import LiveLine, can_show, has_colors
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS, EventFile
 from ripstop.telemetry.stderr_log import Printer, log_to_stderr
-from ripstop.transport.endpoint import Bound, bind
+from ripstop.transport.endpoint import Bound, bind, bind_first
 from ripstop.transport.link import InProcessLink, Link
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.processes import Children
@@ -145,8 +146,8 @@ async def run_agent(
         node_sinks = [_event_file(parts, directory, NODE_EVENTS), *sinks]
         if link is not None:
             access = _CoordinatorAccess(link)
-        elif config.backend is Backend.ETCD:
-            access = _elect_coordinator(parts, config, node, directory)
+        elif config.backend is Backend.ETCD or config.successors:
+            access = _elect_coordinator(parts, config, node, directory, bound)
         elif config.backend is Backend.LOCAL or bound is not None:
             access = await _host_coordinator(parts, config, node, directory, bound)
         else:
@@ -214,12 +215,9 @@ def _connect_to_coordinator(parts: AsyncExitStack, config: RunConfig, node: Node
 
 
 def _elect_coordinator(
-    parts: AsyncExitStack, config: RunConfig, node: Node, directory: LogDirectory
+    parts: AsyncExitStack, config: RunConfig, node: Node, directory: LogDirectory, bound: Bound | None
 ) -> _CoordinatorAccess:
-    """etcd elects the agent that runs the coordinator; if it is this one, the coordinator runs within the link."""
-    from ripstop.election.etcd_link import EtcdLink  # aiohttp: only with a network
-
-    assert config.etcd is not None
+    """etcd or the nodes elect the agent that runs the coordinator; if it is this one, it runs within the link."""
     job_socket = _job_socket(parts, config, node.id)
 
     def on_elected(address: Address | None, own: Coordinator | None) -> None:
@@ -230,16 +228,35 @@ def _elect_coordinator(
         else:
             job_socket.job = None
 
-    link = EtcdLink(
-        config.etcd,
-        _job_settings(config),
-        node=node.id,
-        token=config.token,
-        local_addr=config.local_addr,
-        tls=config.tls,
-        sinks=[_job_event_file(parts, directory), *_other_sinks(parts, config)],
-        on_leader=on_elected,
-    )
+    settings = _job_settings(config)
+    sinks = [_job_event_file(parts, directory), *_other_sinks(parts, config)]
+    link: ElectedLink
+    if config.etcd is not None:
+        from ripstop.election.etcd_link import EtcdLink  # aiohttp: only with a network
+
+        link = EtcdLink(
+            config.etcd,
+            settings,
+            node=node.id,
+            token=config.token,
+            local_addr=config.local_addr,
+            tls=config.tls,
+            sinks=sinks,
+            on_leader=on_elected,
+        )
+    else:
+        from ripstop.election.succession_link import SuccessionLink
+
+        link = SuccessionLink(
+            config.successors,
+            settings,
+            node=node.id,
+            token=config.token,
+            bound=bound,
+            tls=config.tls,
+            sinks=sinks,
+            on_leader=on_elected,
+        )
     return _CoordinatorAccess(link, link.failed)
 
 
@@ -298,9 +315,11 @@ def bind_endpoint(config: RunConfig) -> Bound | None:
     if config.backend in (Backend.LOCAL, Backend.ETCD, Backend.HANDLER) or config.is_host is False:
         return None
     assert config.endpoint is not None, "a job of several nodes has an endpoint"
-    bound = bind(
-        config.endpoint, required=config.is_host is True, multi_node=config.max_nodes > 1, own_address=config.local_addr
-    )
+    is_host = config.is_host is True
+    if config.successors:
+        bound = bind_first(config.successors, required=is_host, own_address=config.local_addr)
+    else:
+        bound = bind(config.endpoint, required=is_host, multi_node=config.max_nodes > 1, own_address=config.local_addr)
     if bound is not None:
         _check_bound(bound, config)
     return bound
@@ -308,11 +327,12 @@ def bind_endpoint(config: RunConfig) -> Bound | None:
 
 def _check_bound(bound: Bound, config: RunConfig | CoordinatorConfig) -> None:
     """Before anything starts: UsageError if agents would not trust the certificate of the endpoint's host."""
-    if config.tls is not None and config.endpoint is not None:
+    endpoint = bound.seat or config.endpoint
+    if config.tls is not None and endpoint is not None:
         from ripstop.transport.tls import check_coordinator_certificate
 
         try:
-            check_coordinator_certificate(config.tls, config.endpoint.host)
+            check_coordinator_certificate(config.tls, endpoint.host)
         except UsageError:
             bound.listening.close()
             raise
@@ -338,8 +358,9 @@ def _this_node(config: RunConfig, bound: Bound | None) -> Node:
         host = "127.0.0.1"
     if not host and bound is not None and config.endpoint is not None:
         # ranks by address compare numeric addresses, so a host name would not sort
-        host = bound.address.host if config.rank_by is RankBy.ADDRESS else config.endpoint.host
-    name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        host = bound.address.host if config.rank_by is RankBy.ADDRESS else (bound.seat or config.endpoint).host
+    # Promises belong to a node: an agent that is restarted must not have the same name by chance.
+    name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8 if config.successors else 2)}"
     return Node(name, host, config.slots, config.role, config.node_rank, config.node_number, config.node_label)
 
 

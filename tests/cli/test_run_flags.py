@@ -457,3 +457,34 @@ def test_a_pipe_in_use_by_another_agent_is_not_used(read: Read, tmp_path: Path) 
     assert config.timer_pipe != tmp_path / "pipe" and config.timer_pipe.parent == tmp_path
     assert "another agent uses this pipe; this job uses" in config.notes[0]
     pipe.close()
+
+
+# several addresses ----------------------------------------------------------------------------------------------------
+
+SEVERAL = "--rdzv-backend=c10d --rdzv-endpoint=node0,node1:99,node2"
+
+
+def test_several_addresses_are_of_nodes_that_may_become_the_coordinator(read: Read) -> None:
+    config = read(f"--nnodes=2:4 {SEVERAL} train.py", TOKEN)
+    assert config.successors == (Address("node0", 29400), Address("node1", 99), Address("node2", 29400))
+    assert config.endpoint == Address("node0", 29400)
+    assert read(f"--nnodes=2:4 {C10D} train.py", TOKEN).successors == ()
+
+
+def test_two_nodes_have_no_majority_so_the_coordinator_is_always_at_the_first_address(read: Read) -> None:
+    config = read(f"--nnodes=1:2 {SEVERAL} train.py", TOKEN)
+    assert config.successors == () and config.endpoint == Address("node0", 29400)
+    assert any("2 nodes have no majority without one of them" in note for note in config.notes)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "why"),
+    [
+        ("a,b:0", "fixed ports"),
+        (",".join(f"h{i}" for i in range(17)), "at most 16 addresses"),
+        ("a,,b", "--rdzv-endpoint"),
+    ],
+)
+def test_addresses_that_nodes_cannot_meet_at_are_rejected(read: Read, endpoint: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        read(f"--nnodes=3 --rdzv-backend=c10d --rdzv-endpoint={endpoint} train.py", TOKEN)

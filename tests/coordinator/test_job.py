@@ -65,6 +65,7 @@ from ripstop.protocol.messages import (
     Problems,
     Ready,
     Rejected,
+    Remember,
     StandBy,
     Status,
     Stopped,
@@ -98,8 +99,12 @@ def port(name: str) -> int:
 
 
 def on(job: Job, event: JobInput, now: float) -> list[JobCommand]:
-    """The commands for an event, without recorded events."""
-    return [command for command in job.on(event, now) if not isinstance(command, RecordEvent)]
+    """The commands for an event, without recorded events and copies of the coordinator's memory."""
+    return [command for command in job.on(event, now) if not isinstance(command, RecordEvent) and not _is_copy(command)]
+
+
+def _is_copy(command: JobCommand) -> bool:
+    return isinstance(command, Send) and isinstance(command.message, Remember)
 
 
 def receive(job: Job, name: str, message: FromAgent, now: float) -> list[JobCommand]:
@@ -1154,7 +1159,7 @@ def test_two_thousand_nodes_get_a_few_messages_each_for_every_round() -> None:
     sent: Counter[str] = Counter()
 
     def feed(event: JobInput, now: float) -> None:
-        sent.update(c.node for c in job.on(event, now) if isinstance(c, Send))
+        sent.update(c.node for c in on(job, event, now) if isinstance(c, Send))
 
     names = [f"n{i}" for i in range(count)]
     for i, name in enumerate(names):

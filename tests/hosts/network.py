@@ -168,22 +168,26 @@ def etcd(machines: list[Host], folder: Path) -> Iterator[str]:
 
 
 class Cluster:
-    """A job on hosts; its endpoint is the first's, or etcd's."""
+    """A job on hosts; its endpoint is the first's, or etcd's, or all of the first `successors` hosts'."""
 
-    def __init__(self, job: Job, machines: list[Host], elector: str = "") -> None:
+    def __init__(self, job: Job, machines: list[Host], elector: str = "", successors: int = 1) -> None:
         self.job = job
         self.hosts = machines
         self.elected = bool(elector)
         self._meeting = (
             ("--rdzv-backend=etcd", f"--rdzv-endpoint={elector}")
             if elector
-            else ("--rdzv-backend=c10d", f"--rdzv-endpoint={machines[0].address}:{PORT}")
+            else ("--rdzv-backend=c10d", f"--rdzv-endpoint={self._addresses(machines[:successors])}")
         )
 
-    def node(self, host: Host, *flags: str, nnodes: str, lease: float = 1.0, **more: Any) -> Agent:
+    @staticmethod
+    def _addresses(machines: list[Host]) -> str:
+        return ",".join(f"{host.address}:{PORT}" for host in machines)
+
+    def node(self, host: Host, *flags: str, nnodes: str, lease: float = 1.0, conf: str = "", **more: Any) -> Agent:
         """Start this host's node, with one worker, exactly as a user would: no word about its own address."""
         return self.job.node(
-            f"--rdzv-conf=lease={lease},last_call_timeout=20",
+            f"--rdzv-conf=lease={lease},last_call_timeout=20{conf}",
             *self._meeting,
             *flags,
             nnodes=nnodes,

@@ -53,9 +53,10 @@ from ripstop.logs.directory import LogDirectory, LogsSource
 from ripstop.model.config import RunConfig
 from ripstop.model.events import AgentEnded, AgentMessage, AgentStarted, Sink, WarmedUp
 from ripstop.model.fault_injection import INJECT_QUERY, Injection
+from ripstop.model.memory import Memory
 from ripstop.model.round import Node
 from ripstop.model.text_formatting import ascii_json
-from ripstop.protocol.messages import FromCoordinator, Left, Query, Rejected, Replicate, Reply
+from ripstop.protocol.messages import FromCoordinator, Left, Query, Rejected, Remember, Replicate, Reply
 from ripstop.telemetry.run_settings import changed_settings, program_text, torch_version
 from ripstop.transport.link import Link
 from ripstop.workers.spawner import Starter
@@ -130,6 +131,7 @@ class Driver:
         self._health_probe = HealthProbe(config.health, str(directory.path), environ)
         self._health_checks: asyncio.Task[None] | None = None
         self._signals = _signals_to_handle(config.signals)
+        self._memory: tuple[Memory, float] | None = None  # of the coordinator, for the next one; when it came
         self._last_message: Left | None = None  # sent when the log followers are done
 
     def _open_fault_injector(self) -> "FaultInjector":
@@ -183,6 +185,9 @@ class Driver:
     # inputs -----------------------------------------------------------------------------------------------------------
 
     def on_connected(self) -> None:
+        if self._memory is not None:
+            memory, received_at = self._memory
+            self._link.send(Remember(memory, self._loop.time() - received_at))
         self._feed(CoordinatorConnected(self._link.local_host or "127.0.0.1"))
         self._recorder.send_again()
         self._runner.replication.send_again()
@@ -194,6 +199,8 @@ class Driver:
     def on_message(self, message: FromCoordinator) -> None:
         if isinstance(message, Query):
             self._run_task(self._answer(message))
+        elif isinstance(message, Remember):
+            self._memory = message.memory, self._loop.time()
         elif isinstance(message, Replicate):
             self._runner.replication.on_request(message)
         else:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ import ripstop
 from ripstop.api.replies import HistoryColumns, Usage
 from ripstop.coordinator import job_types
 from ripstop.coordinator.job import Job
-from ripstop.coordinator.job_types import JobInput, JobSettings
+from ripstop.coordinator.job_types import JobInput, JobSettings, Predecessor
 from ripstop.model import events
 from ripstop.model.errors import ProtocolError, QueryFailed
 from ripstop.model.event_json import from_json
@@ -58,6 +59,9 @@ class Session(Struct, frozen=True, eq=False):
     def receive(self, message: FromAgent) -> None:
         self.coordinator.receive(self, message)
 
+    def renew(self) -> None:
+        self.coordinator.renew(self)
+
     def detach(self, *, returning: bool = False) -> None:
         """The connection closed.  The job ignores this if the node announced that it returns: its lease covers it."""
         self.coordinator.detach(self, returning=returning)
@@ -67,16 +71,26 @@ class Coordinator:
     """Runs one job; must be created inside a running event loop.  `ended` holds the report after the nodes received it.
 
     `may_decide` is checked before every decision: a coordinator that has lost its leadership does nothing.  Events go
-    to the job's journal, and from there to `totals` and `sinks`.
+    to the job's journal, and from there to `totals` and `sinks`.  With `propose`, a new round and all that follows is
+    sent only after `announce`: `propose` gets the round and its nodes, the lowest rank first.
     """
 
     def __init__(
-        self, settings: JobSettings, may_decide: Callable[[], bool] = lambda: True, sinks: Iterable[Sink] = ()
+        self,
+        settings: JobSettings,
+        may_decide: Callable[[], bool] = lambda: True,
+        sinks: Iterable[Sink] = (),
+        *,
+        predecessor: Predecessor | None = None,
+        propose: Callable[[int, tuple[str, ...]], None] | None = None,
     ) -> None:
         self.settings = settings
         self._loop = asyncio.get_running_loop()
         self._last_event_time = self._loop.time()  # by the job's clock
-        self._job = Job(settings, self._last_event_time)
+        self._job = Job(settings, self._last_event_time, predecessor)
+        self._propose = propose
+        self._proposed_round = predecessor.round if predecessor else 0
+        self._held: deque[int | tuple[Session, FromCoordinator | None]] = deque()  # proposed rounds, and what follows
         self._may_decide = may_decide
         self._sessions: dict[str, Session] = {}
         self._queries: dict[int, tuple[str, asyncio.Future[str]]] = {}  # by number: the node, and its reply
@@ -131,13 +145,18 @@ class Coordinator:
     # operators --------------------------------------------------------------------------------------------------------
 
     @property
+    def job(self) -> "Coordinator":
+        """For the API of the server."""
+        return self
+
+    @property
     def decides(self) -> bool:
         """Whether this coordinator leads the job; another one ignores all commands."""
         return self._may_decide()
 
     @property
     def allows_chaos(self) -> bool:
-        return self.settings.allow_chaos
+        return self.settings.allow_chaos or self._job.memory.allow_chaos
 
     def status(self) -> JobStatus:
         status = self._job.status(self._now())
@@ -219,6 +238,7 @@ class Coordinator:
     def stop(self) -> None:
         """Cancel the timer and close all connections; the coordinator decides nothing afterwards."""
         self._may_decide = lambda: False
+        self._held.clear()
         self._disarm()
         self._sampling_timer.cancel()
         for node, session in self._sessions.items():
@@ -245,15 +265,19 @@ class Coordinator:
 
     def _decide(self, event: JobInput) -> None:
         commands = self._job.on(event, self._now())
+        if self._propose is not None and self._job.phase is Phase.RUNNING and self._job.round > self._proposed_round:
+            self._proposed_round = self._job.round
+            self._held.append(self._job.round)
+            self._propose(self._job.round, tuple(self._job.places))
         for command in commands:
             match command:
                 case job_types.Send(node, message):
                     if session := self._sessions.get(node):
-                        self._send(session, message)
+                        self._send_or_hold(session, message)
                 case job_types.Disconnect(node):
                     if session := self._sessions.pop(node, None):
                         self._fail_queries(node)
-                        session.close()
+                        self._send_or_hold(session, None)
                 case job_types.RecordEvent(recorded):
                     self.record(recorded)
                 case job_types.JobEnded(report):
@@ -264,6 +288,28 @@ class Coordinator:
         is_heartbeat = isinstance(event, job_types.NodeMessage) and isinstance(event.message, Heartbeat)
         if commands or self._timer is None or not is_heartbeat:
             self._arm()
+
+    def announce(self, round: int) -> None:
+        """The proposed round is committed: send it, and what follows up to the next proposed round."""
+        while self._held:
+            match self._held[0]:
+                case int(proposed) if proposed > round:
+                    return
+                case session, message:
+                    self._send_or_close(session, message)
+            self._held.popleft()
+
+    def _send_or_hold(self, session: Session, message: FromCoordinator | None) -> None:
+        if self._held:
+            self._held.append((session, message))
+        else:
+            self._send_or_close(session, message)
+
+    def _send_or_close(self, session: Session, message: FromCoordinator | None) -> None:
+        if message is None:
+            session.close()
+        elif self._sessions.get(session.node, session) is session:
+            self._send(session, message)
 
     def _send(self, session: Session, message: FromCoordinator) -> None:
         """A message that cannot be encoded closes only this node's connection."""

@@ -61,6 +61,11 @@ class Formation:
     def scale(self, nodes: int) -> None:
         self.target, self._is_scaled = nodes, True
 
+    @property
+    def operator_target(self) -> int | None:
+        """The size that an operator set."""
+        return self.target if self._is_scaled else None
+
     def adopt_size(self, size: int) -> None:
         """Raise the target to the size of a recovered round: an operator may have scaled the job before."""
         if not self._is_scaled:

@@ -33,9 +33,10 @@ from collections.abc import Iterable, Mapping
 
 from ripstop.coordinator import failure_policy, job_end, job_status, job_types, ranks, recovery, replication_plan
 from ripstop.coordinator.formation import ChangeRound, Formation, GiveUp, Hold, Keep
-from ripstop.coordinator.job_types import Disconnect, JobCommand, JobInput, JobSettings, RecordEvent, Send
+from ripstop.coordinator.job_types import Disconnect, JobCommand, JobInput, JobSettings, Predecessor, RecordEvent, Send
 from ripstop.coordinator.liveness import LATE_TICK_S
 from ripstop.coordinator.membership import Member, Membership, rejection_reason
+from ripstop.coordinator.memory import JobMemory
 from ripstop.coordinator.restart_budget import RestartBudget, is_early_failure
 from ripstop.model import events
 from ripstop.model import operator_commands as operator
@@ -73,8 +74,9 @@ TRANSITIONS = {  # between phases, and their causes; docs/rendezvous.md has a di
 class Job:
     """The state of one job; see the rules above."""
 
-    def __init__(self, settings: JobSettings, now: float = 0.0) -> None:
+    def __init__(self, settings: JobSettings, now: float = 0.0, predecessor: Predecessor | None = None) -> None:
         self.settings = settings
+        self.predecessor = predecessor
         self.phase = Phase.GATHERING
         self.round = 0  # the number of the live or last round
         self.progressed = False  # a worker of this round has reported a step or a checkpoint
@@ -84,8 +86,11 @@ class Job:
         self.members: Mapping[str, Member] = self.membership.members  # read only
         self.places: Mapping[str, Place] = self.membership.places
         self.formation = Formation(settings, self.membership, now)
+        if predecessor is not None:
+            self.formation.highest_round = predecessor.round  # rule 1, also if no node has received it
         self.failure_policy = failure_policy.FailurePolicy(settings.budget, settings.timing.lease)
         self.replication = replication_plan.ReplicationPlan()
+        self.memory = JobMemory()
         self.recovered_place: Place | None = None  # the first place that was reported of a round to recover
         self.last_return = now  # of a node of that round
         self.phase_since = now
@@ -130,6 +135,7 @@ class Job:
         self._advance(now)
         if self.phase is Phase.RUNNING:
             self.events += (events.UnhealthyNodeRetained(*kept) for kept in self.membership.newly_retained())
+        self.memory.send_if_changed(self, now)
         out = [*map(RecordEvent, self.events), *self.commands]
         self.events, self.commands = [], []
         self._next_due = self.deadline()
@@ -180,6 +186,9 @@ class Job:
             return
         if isinstance(message, messages.Join):
             self._on_join(node, message, now)
+            return
+        if isinstance(message, messages.Remember):
+            self.memory.restore(self, message, now)  # rule 8
             return
         if node not in self.members:
             return  # lost, or never joined: the reply to its next Join brings it up to date

@@ -26,6 +26,18 @@ class JobSettings(Struct, frozen=True):
     target: int | None = None  # nodes that the job uses until an operator scales it; None: as many as possible
 
 
+class Predecessor(Struct, frozen=True):
+    """What a coordinator that succeeds another one knows about it.
+
+    `round` is the newest round of the job.  `node` is the former coordinator's node if it was in that round; `is_lost`:
+    its process has ended, or was silent for a lease.
+    """
+
+    round: int
+    node: str = ""
+    is_lost: bool = False
+
+
 # events ---------------------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from ripstop.coordinator.job_types import JobSettings
 from ripstop.coordinator.liveness import Liveness
-from ripstop.coordinator.quarantine import Quarantine
+from ripstop.coordinator.quarantine import FaultRecord, Quarantine
 from ripstop.coordinator.ranks import Candidate
 from ripstop.model.config import MAX_SLOTS
 from ripstop.model.events import Event, NodeHealthy, NodeJoined, NodeQuarantined, NodeReleased, NodeUnhealthy
@@ -176,6 +176,14 @@ class Membership:
             return []
         self._update(node, now)
         return [NodeQuarantined(node, why, self._cooldown)]
+
+    def restore_faults(
+        self, node: str, host: str, faults: list[float], until: float | None, why: str, now: float
+    ) -> None:
+        """Another coordinator recorded these faults of a node."""
+        self.quarantine.restore(node, FaultRecord(host, faults, until, why))
+        if node in self.members:
+            self._update(node, now)
 
     def release(self, now: float) -> list[Event]:
         """Release the nodes whose quarantine is over."""

@@ -22,21 +22,23 @@ class FaultRecord(Struct):
 
 
 class Quarantine:
-    """The fault records of one job.  They are lost when the coordinator restarts."""
+    """The fault records of one job.  Nodes keep them for the next coordinator (`memory.py`)."""
 
     def __init__(self, limits: config.QuarantineLimits) -> None:
         self._limits = limits
-        self._records: dict[str, FaultRecord] = {}
+        self.records: dict[str, FaultRecord] = {}
+        self.changes = 0  # of the records
 
     def record_fault(self, node: Node, what: str, now: float) -> str:
         """Record a fault; the result is the reason for a new quarantine, or empty."""
         if not self._limits.failures:
             return ""
         self._drop_old_faults(now)
-        record = self._records.setdefault(node.id, FaultRecord(node.host))
+        record = self.records.setdefault(node.id, FaultRecord(node.host))
         if record.until is not None:
             return ""
         record.faults.append(now)
+        self.changes += 1
         if len(record.faults) < self._limits.failures:
             return ""
         record.until = now + self._limits.cooldown
@@ -46,32 +48,40 @@ class Quarantine:
 
     def reason(self, node: str) -> str:
         """Why a node is in quarantine; empty when it is not."""
-        record = self._records.get(node)
+        record = self.records.get(node)
         return record.why if record is not None and record.until is not None else ""
 
     def inherit_record(self, node: Node, members: Iterable[Node], now: float) -> None:
         """Give a new node the record of the former node on its host (rule 3)."""
         self._drop_old_faults(now)
-        if not self._records:
+        if not self.records:
             return
         hosts = {other.id: other.host for other in members if other.id != node.id}
-        former = [name for name, record in self._records.items() if record.host == node.host and name not in hosts]
+        former = [name for name, record in self.records.items() if record.host == node.host and name not in hosts]
         if former and node.id not in former and node.host not in hosts.values():
-            self._records[node.id] = self._records.pop(former[-1])
+            self.records[node.id] = self.records.pop(former[-1])
+            self.changes += 1
 
     def next_release(self) -> float | None:
         """The time of the next release, if there is one."""
-        return min((record.until for record in self._records.values() if record.until is not None), default=None)
+        return min((record.until for record in self.records.values() if record.until is not None), default=None)
 
     def release(self, now: float) -> list[str]:
         """Release the nodes whose quarantine is over."""
-        over = [name for name, record in self._records.items() if record.until is not None and record.until <= now]
+        over = [name for name, record in self.records.items() if record.until is not None and record.until <= now]
         for name in over:
-            del self._records[name]
+            del self.records[name]
+            self.changes += 1
         return over
 
+    def restore(self, node: str, record: FaultRecord) -> None:
+        """Take over a record of another coordinator, unless this one has its own."""
+        if self._limits.failures and node not in self.records:
+            self.records[node] = record
+            self.changes += 1
+
     def _drop_old_faults(self, now: float) -> None:
-        for name, record in list(self._records.items()):
+        for name, record in list(self.records.items()):
             record.faults = [at for at in record.faults if at > now - self._limits.window]
             if not record.faults and record.until is None:
-                del self._records[name]
+                del self.records[name]

@@ -2,8 +2,9 @@
 
 Rules: (1) the highest round wins; (2) the round continues when all its nodes are back within a lease; (3) a round that
 failed meanwhile waits only as long as a live node needs to reconnect, a third of a lease; in a large job, whose nodes
-spread their reconnects, both times begin again with each node that returns; (4) a failed round with ranks
-by node number (`RankBy.SLOT`) does not wait for a missing node if a new node with the same number has joined.
+spread their reconnects, both times begin again with each node that returns; (4) a failed round with ranks by node
+number (`RankBy.SLOT`) does not wait for a missing node if a new node with the same number has joined; (5) a round in
+which only the former coordinator's node is missing waits `RECONNECT_TIMEOUT_S` for it, and not at all if it is lost.
 """
 
 from typing import TYPE_CHECKING
@@ -43,6 +44,9 @@ def is_recovered(job: "Job", held: Place) -> bool:
 def deadline(job: "Job") -> float:
     """When the round ends if not all its nodes are back."""
     assert job.recovered_place is not None
+    if _is_predecessor_missing(job):
+        assert job.predecessor is not None
+        return job.phase_since + (0.0 if job.predecessor.is_lost else RECONNECT_TIMEOUT_S)
     lease = job.settings.timing.lease
     timeout = min(lease, lease / 3 + RECONNECT_TIMEOUT_S) if job.failure_policy.has_failure else lease
     since = job.last_return if job.recovered_place.group_size > LARGE_JOB_NODES else job.phase_since
@@ -62,6 +66,14 @@ def resume_or_end(job: "Job", now: float) -> bool:
         return False
     job.end_round(RoundEndCause.COORDINATOR, f"{returned} of {size} nodes returned", now)
     return True
+
+
+def _is_predecessor_missing(job: "Job") -> bool:
+    """Whether the former coordinator's node is the only one that is not back (rule 5)."""
+    former, place = job.predecessor, job.recovered_place
+    if former is None or place is None or not former.node or former.node in job.members:
+        return False
+    return place.round == former.round and len(job.places) == place.group_size - 1
 
 
 def _is_replaced(job: "Job", size: int) -> bool:

@@ -56,8 +56,23 @@ class RestartBudget:
         # Restarts that another coordinator granted: their time and cause are unknown, so they are charged as
         # application failures at this time.
         self._charges = {Cause.APPLICATION: [now] * min(used, budget.max_restarts), Cause.INFRASTRUCTURE: []}
-        self._early_failures = 0  # in a row
+        self._estimated = {now} if used else set()
+        self._inherited: dict[Cause, list[float]] = {Cause.APPLICATION: [], Cause.INFRASTRUCTURE: []}
+        self.early_failures = 0  # in a row
         self.used = used
+        self.changes = 0  # of any of these
+
+    def inherit(self, charges: dict[Cause, list[float]], used: int, early_failures: int) -> None:
+        """Take over the charges of another coordinator.  Its number of restarts replaces the estimate from places."""
+        self._inherited = charges
+        self._charges[Cause.APPLICATION] = [at for at in self._charges[Cause.APPLICATION] if at not in self._estimated]
+        self.early_failures = max(self.early_failures, early_failures)
+        self.used = max(self.used, used)
+        self.changes += 1
+
+    def charges(self, cause: Cause) -> list[float]:
+        """The times of all charges, the oldest first."""
+        return sorted(self._inherited[cause] + self._charges[cause])
 
     def charge(self, now: float, cause: Cause = Cause.APPLICATION, *, early: bool) -> RestartDecision:
         """Charge a failed round, if the budget allows a restart."""
@@ -71,26 +86,28 @@ class RestartBudget:
             return RestartDecision(False, 0.0, f"{spent} of {limit} {kind}restarts {scope} are spent")
         self._charges[cause].append(now)
         self.used += 1
-        self._early_failures = self._early_failures + 1 if early else 0
+        self.changes += 1
+        self.early_failures = self.early_failures + 1 if early else 0
         delay = self._delay()
-        pause = f", after a delay of {delay:g} s for {self._early_failures} early failures in a row" if delay else ""
+        pause = f", after a delay of {delay:g} s for {self.early_failures} early failures in a row" if delay else ""
         return RestartDecision(True, delay, f"{kind}restart {spent + 1} of {limit} {scope}{pause}")
 
     def refund(self) -> None:
         """Take back the last charge, because a lost node explains the failure.  `used` does not decrease."""
         if charges := self._charges[Cause.APPLICATION]:
             charges.pop()
-            self._early_failures = max(0, self._early_failures - 1)
+            self.changes += 1
+            self.early_failures = max(0, self.early_failures - 1)
 
     def spent(self, cause: Cause, now: float) -> int:
         """How many charges count now."""
         _, window = self._limits[cause]
-        return sum(not window or at > now - window for at in self._charges[cause])
+        return sum(not window or at > now - window for at in self._inherited[cause] + self._charges[cause])
 
     def limit(self, cause: Cause) -> int:
         return self._limits[cause][0]
 
     def _delay(self) -> float:
-        if self._early_failures <= IMMEDIATE_RESTARTS:
+        if self.early_failures <= IMMEDIATE_RESTARTS:
             return 0.0
-        return min(2.0 ** min(self._early_failures - IMMEDIATE_RESTARTS - 1, 16), self._backoff)
+        return min(2.0 ** min(self.early_failures - IMMEDIATE_RESTARTS - 1, 16), self._backoff)

@@ -42,9 +42,7 @@ FIRST_RETRY_DELAY_S = 0.1  # doubled up to a third of the lease
 class EtcdLink:
     """A `Link` to the elected leader; create it inside a running event loop.
 
-    `failed` gets the exception if the coordinator in this process or this link has a defect.  `on_leader` is called
-    with the address of each new leader, and its coordinator if that runs in this process; with None and None when the
-    coordinator in this process steps down.
+    `failed` and `on_leader` are those of `elected_link.py`.
     """
 
     def __init__(

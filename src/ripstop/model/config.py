@@ -285,6 +285,7 @@ class RunConfig(Redacted, frozen=True):
     role: str = "default"
     backend: Backend = Backend.LOCAL
     endpoint: Address | None = None
+    successors: tuple[Address, ...] = ()  # addresses of a job that elects its coordinator itself; empty: it does not
     etcd: Etcd | None = None
     handler: Handler | None = None
     is_host: bool | None = None  # None: the agent that can bind the endpoint

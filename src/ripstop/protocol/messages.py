@@ -7,6 +7,7 @@
 3. A message about a round has the round's number.
 4. A `Join` has the agent's complete state.  So a message that is lost with a connection does no harm, and a coordinator
    that has just started learns the job from its agents.
+5. In a job with successors (`election/`), the agent sends `Follow` before its `Join`, and joins after `Office`.
 """
 
 from enum import StrEnum
@@ -14,9 +15,11 @@ from typing import get_args
 
 from msgspec import Struct
 
+from ripstop.model.electorate import Electorate
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.field_types import Int64, Items
-from ripstop.model.round import CommitId, Node, Outcome, Place, RankBy
+from ripstop.model.memory import Memory
+from ripstop.model.round import Address, CommitId, Node, Outcome, Place, RankBy
 
 VERSION = 1
 
@@ -179,8 +182,51 @@ class Replicated(ProtocolMessage, frozen=True):
     size: Int64 = 0
 
 
+class Remember(ProtocolMessage, frozen=True):
+    """Coordinator: keep this.  Agent, before its `Join`: this is what a coordinator sent `age` seconds ago."""
+
+    memory: Memory
+    age: float = 0.0
+
+
 class Heartbeat(ProtocolMessage, frozen=True):
     """The sender is alive.  Both sides send it."""
+
+
+# succession: agent → candidate or coordinator -------------------------------------------------------------------------
+
+
+class Follow(ProtocolMessage, frozen=True):
+    """The agent looks for a coordinator.
+
+    `epoch` is the highest that it has promised, and `candidate` the node to which.  `electorate` is the newest that it
+    knows, and `seat` the address of `--rdzv-endpoint` at which it listens, if any.
+    """
+
+    epoch: Int64
+    candidate: str
+    electorate: Electorate
+    seat: str = ""
+
+
+class Promise(ProtocolMessage, frozen=True):
+    """Reply to `Canvass`: the agent will never follow a lower epoch, and for one lease no other candidate.
+
+    `former` is the coordinator that it followed before; `is_lost`: that process has ended, or sent nothing for a lease.
+    """
+
+    epoch: Int64
+    number: Int64
+    electorate: Electorate
+    former: str = ""
+    is_lost: bool = False
+
+
+class Renewed(ProtocolMessage, frozen=True):
+    """Reply to `Renew`: for one lease, the agent promises no other candidate.  It keeps the electorate."""
+
+    epoch: Int64
+    number: Int64
 
 
 # coordinator → agent ------------------------------------------------------------------------------------------------
@@ -249,12 +295,47 @@ class Closed(ProtocolMessage, frozen=True):
     report: JobReport
 
 
+# succession: candidate or coordinator → agent -------------------------------------------------------------------------
+
+
+class Canvass(ProtocolMessage, frozen=True):
+    """This node wants to be the coordinator in this epoch.  The reply has the same number."""
+
+    epoch: Int64
+    number: Int64
+    node: str
+
+
+class Office(ProtocolMessage, frozen=True):
+    """This node is the coordinator in this epoch: the agent sends its `Join`."""
+
+    epoch: Int64
+    node: str
+
+
+class Redirect(ProtocolMessage, frozen=True):
+    """The coordinator is at this address, which must be one of `--rdzv-endpoint`."""
+
+    address: Address
+
+
+class Renew(ProtocolMessage, frozen=True):
+    """The coordinator asks a voter to renew its office.  None: the voter has the electorate."""
+
+    epoch: Int64
+    number: Int64
+    electorate: Electorate | None = None
+
+
 Handshake = Challenge | Hello | Welcome | Rejected
 FromAgent = (
     Join | Ready | Problems | Failed | Inspected | Succeeded | Leaving | Stopped | Left | Events | Reply | Replicated
-    | Heartbeat
+    | Heartbeat | Remember | Follow | Promise | Renewed
 )  # fmt: skip
-FromCoordinator = Assign | StandBy | Drain | Inspect | Query | Replicate | Closing | Closed | Rejected | Heartbeat
+FromCoordinator = (
+    Assign | StandBy | Drain | Inspect | Query | Replicate | Closing | Closed | Rejected | Heartbeat
+    | Remember | Canvass | Office | Redirect | Renew
+)  # fmt: skip
 Message = Handshake | FromAgent | FromCoordinator
 
 FROM_AGENT: tuple[type[FromAgent], ...] = get_args(FromAgent)

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from urllib.parse import unquote
 
-from ripstop.coordinator.driver import Coordinator
+from ripstop.coordinator.job_types import JobSettings
 from ripstop.model.errors import ProtocolError
 from ripstop.protocol import secret
 from ripstop.protocol.codec import decode, encode
@@ -45,10 +45,12 @@ WEBSOCKET_KEY = re.compile(r"[A-Za-z0-9+/]{22}==")  # 16 bytes in base64
 class AgentAuthentication:
     """The coordinator's side, for one job."""
 
-    def __init__(self, coordinator: Coordinator, token: str, rejections: RejectionLog) -> None:
-        self._run_id = coordinator.settings.run_id
-        self._lease = coordinator.settings.timing.lease
-        self._has_ended = coordinator.ended.done
+    def __init__(
+        self, settings: JobSettings, has_ended: Callable[[], bool], token: str, rejections: RejectionLog
+    ) -> None:
+        self._run_id = settings.run_id
+        self._lease = settings.timing.lease
+        self._has_ended = has_ended
         self._token = token
         self._rejections = rejections
         self._nonces: dict[str, None] = {}  # used in pre-authentication, the oldest first

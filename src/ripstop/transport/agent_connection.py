@@ -13,12 +13,12 @@ them: no task, no queue and no timer belongs to a connection, and a heartbeat is
 import asyncio
 from collections.abc import Callable
 
-from ripstop.coordinator.driver import Coordinator, Session
 from ripstop.model.errors import ProtocolError
 from ripstop.protocol.codec import decode, encode
 from ripstop.protocol.limits import MAX_NAME
 from ripstop.protocol.messages import FROM_AGENT, FromCoordinator, Heartbeat, Join, Message, Rejected
 from ripstop.transport.agent_authentication import AgentAuthentication
+from ripstop.transport.agent_host import AgentHost, AgentSession
 from ripstop.transport.frames import (
     AGENT_HEARTBEAT_SIZE,
     HEARTBEAT,
@@ -42,7 +42,7 @@ class AgentConnection(asyncio.BufferedProtocol):
         self,
         transport: asyncio.Transport,
         host: str,
-        coordinator: Coordinator,
+        coordinator: AgentHost,
         authentication: AgentAuthentication,
         rejections: RejectionLog,
         buffer: memoryview,
@@ -59,7 +59,7 @@ class AgentConnection(asyncio.BufferedProtocol):
         self._on_closed = on_closed
         self._frames = FrameReader()
         self._challenge = authentication.new_challenge()
-        self._session: Session | None = None  # from the proof to the end of the connection
+        self._session: AgentSession | None = None  # from the proof to the end of the connection
         self._flush_timer: asyncio.TimerHandle | None = None  # while the connection closes
 
     def start(self, key: str, received: bytes) -> None:
@@ -130,7 +130,7 @@ class AgentConnection(asyncio.BufferedProtocol):
 
     def _on_heartbeat(self) -> None:
         if self._session is not None:
-            self._coordinator.renew(self._session)
+            self._session.renew()
             if not self._transport.get_write_buffer_size():
                 self._transport.write(HEARTBEAT)
 

@@ -12,9 +12,11 @@ Rules:
 
 import errno
 import socket
+from collections.abc import Sequence
 from ipaddress import ip_address
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ripstop.model.errors import UsageError
 from ripstop.model.round import Address
@@ -27,6 +29,7 @@ class Bound(Struct, frozen=True):
 
     listening: socket.socket
     note: str = ""  # a warning for the user
+    seat: Address | None = None  # the endpoint's address, if it has several
 
     @property
     def address(self) -> Address:
@@ -60,6 +63,17 @@ def bind(
         assert bound is not None, "a required endpoint is bound, or an error"
         note = f"{endpoint.host} does not resolve to this node yet; listening at {bound.address}"
         return Bound(bound.listening, note)
+
+
+def bind_first(seats: Sequence[Address], *, required: bool = False, own_address: str | None = None) -> Bound | None:
+    """Listen at the first of these addresses that this machine has and nobody uses; None if there is none."""
+    for seat in seats:
+        if (bound := bind(seat, own_address=own_address)) is not None:
+            return replace(bound, seat=seat)
+    if required:
+        names = ", ".join(map(str, seats))
+        raise UsageError(f"is_host=1: this node must listen at one of {names}, and cannot; leave is_host out")
+    return None
 
 
 class _NotLocal(UsageError):

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from aiohttp import web
 
 from ripstop.api.http_api import MAX_BODY, Api
-from ripstop.coordinator.driver import Coordinator
 from ripstop.protocol import secret
 from ripstop.protocol.messages import Rejected
 from ripstop.system.network import enable_keepalive
@@ -31,6 +30,7 @@ from ripstop.transport.agent_authentication import (
     websocket_key,
 )
 from ripstop.transport.agent_connection import AgentConnection
+from ripstop.transport.agent_host import AgentHost
 from ripstop.transport.api_authorization import ApiAuthorization
 from ripstop.transport.connection_limits import UnauthenticatedConnections, peer_host
 from ripstop.transport.rejection_log import RejectionLog
@@ -49,7 +49,7 @@ class Server:
     def __init__(
         self,
         listening: socket.socket,
-        coordinator: Coordinator,
+        coordinator: AgentHost,
         *,
         token: str,
         tls: ssl.SSLContext | None = None,
@@ -62,7 +62,9 @@ class Server:
         self._serves_agents = serves_agents
         self._rejections = RejectionLog()
         self._unauthenticated = UnauthenticatedConnections(coordinator.settings.max_nodes, self._rejections)
-        self._authentication = AgentAuthentication(coordinator, token, self._rejections)
+        self._authentication = AgentAuthentication(
+            coordinator.settings, coordinator.ended.done, token, self._rejections
+        )
         api_token = secret.api_token(token, coordinator.settings.run_id) if token else ""
         self._authorization = ApiAuthorization(api_token, tls, endpoint_host, self._unauthenticated)
         self._agents: set[AgentConnection] = set()
@@ -76,7 +78,7 @@ class Server:
         app = web.Application(client_max_size=MAX_BODY)
         if self._serves_agents:
             app.router.add_get(AGENT_PATH, self._late_agent_request)
-        Api(lambda: self._coordinator, self._authorization.operator, self._authorization.metrics_reader).mount(app)
+        Api(lambda: self._coordinator.job, self._authorization.operator, self._authorization.metrics_reader).mount(app)
         app.router.add_get("/healthz", _healthz)
         app.router.add_route("*", "/{path:.*}", _not_found)
         logger = logging.Logger("ripstop.coordinator.http", logging.DEBUG)  # has no parent: prints nothing by itself

@@ -21,6 +21,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from http import HTTPStatus
 from typing import TypeVar
@@ -47,6 +48,14 @@ MAX_ABORTED_HANDSHAKES = 4  # in a row; over TLS, they then count as a rejection
 Expected = TypeVar("Expected", messages.Challenge, messages.Welcome)
 
 
+class ConnectFailure(Enum):
+    """Why an attempt to connect failed."""
+
+    REFUSED = "refused"  # nobody listens at the address
+    CLOSED = "closed"  # the peer closed the connection before the handshake: it may be ending
+    OTHER = "other"
+
+
 class _FinalRejection(Exception):
     """The coordinator rejects this node, and a retry does not help."""
 
@@ -68,7 +77,10 @@ class WebSocketLink:
         lease: float,
         max_nodes: int,
         tls: ssl.SSLContext | None = None,
+        handshake_timeout: float = websocket.HANDSHAKE_TIMEOUT_S,
+        on_failed: Callable[[ConnectFailure], None] = lambda _failure: None,
     ) -> None:
+        """`on_failed` is called after each attempt before the first connection that fails."""
         self._loop = asyncio.get_running_loop()
         self._endpoint = endpoint
         self._run_id = run_id
@@ -84,6 +96,9 @@ class WebSocketLink:
         self._tls = tls
         self._aborted_handshakes = 0  # in a row
         self._was_connected = False
+        self._on_failed = on_failed
+        self._handshake_timeout = handshake_timeout
+        self.is_lost_by_silence = False  # the last connection ended because the coordinator sent nothing
         self._disconnected_at = time.time()
         self._tries = 0
         self._last_error = "not tried yet"
@@ -152,6 +167,8 @@ class WebSocketLink:
                     return
                 except (aiohttp.ClientError, OSError, ProtocolError, _Retry) as error:
                     self._last_error = _describe(error)
+                    if not self._was_connected:
+                        self._loop.call_soon(self._on_failed, _failure(error))
                 if self._listener is None:
                     return
                 if self._loop.time() - began > websocket.HANDSHAKE_TIMEOUT_S + self._lease:
@@ -164,7 +181,7 @@ class WebSocketLink:
         """One connection, from its start to its end."""
         scheme = "wss" if self._tls else "ws"
         url = URL.build(scheme=scheme, host=self._endpoint.host, port=self._endpoint.port, path=websocket.AGENT_PATH)
-        async with asyncio.timeout(websocket.HANDSHAKE_TIMEOUT_S) as limit, contextlib.AsyncExitStack() as stack:
+        async with asyncio.timeout(self._handshake_timeout) as limit, contextlib.AsyncExitStack() as stack:
             ws = await self._connect(http, url)
             stack.push_async_callback(ws.close)
             connection = ws.get_extra_info("socket")
@@ -269,6 +286,7 @@ class WebSocketLink:
         except asyncio.CancelledError:
             if not heartbeats.expired:
                 raise
+            self.is_lost_by_silence = True
             why = f"the coordinator sent nothing for {self._lease:g} s"
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(websocket.FLUSH_TIMEOUT_S):
@@ -353,6 +371,16 @@ def _describe(error: BaseException) -> str:
             return "the address does not answer"
         case _:
             return describe_network_error(error, websocket.HANDSHAKE_TIMEOUT_S)
+
+
+def _failure(error: BaseException) -> ConnectFailure:
+    match error:
+        case aiohttp.ClientConnectorError(os_error=ConnectionRefusedError()):
+            return ConnectFailure.REFUSED
+        case aiohttp.ServerDisconnectedError() | ConnectionResetError() | aiohttp.ClientOSError() | _Retry():
+            return ConnectFailure.CLOSED
+        case _:
+            return ConnectFailure.OTHER
 
 
 def _not_a_coordinator(status: int) -> str:

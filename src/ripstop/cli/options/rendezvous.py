@@ -20,6 +20,8 @@ from ripstop.model.round import Address, RankBy
 BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
 ENDPOINT_FLAGS = ("--rdzv-backend", "--rdzv-endpoint")
 MASTER_FLAGS = ("--master-addr", "--master-port")
+MAX_ENDPOINTS = 16  # addresses of agents that may become the coordinator
+MIN_ELECTING_NODES = 3  # two nodes have no majority when one is lost
 NODE_NUMBER_VARIABLES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # of Slurm, and of an indexed Kubernetes Job
 
 
@@ -28,6 +30,7 @@ class RendezvousOptions(Struct, frozen=True):
 
     backend: Backend
     endpoint: Address | None = None
+    successors: tuple[Address, ...] = ()
     is_host: bool | None = None
     node_rank: int | None = None
     local_addr: str | None = None
@@ -67,9 +70,12 @@ def _of_backend(args: ParsedArguments, min_nodes: int, max_nodes: int, notes: li
     match backend := args.text("--rdzv-backend", "static"):
         case "c10d":
             _note_no_effect(args, MASTER_FLAGS, "with --rdzv-backend=c10d: the endpoint is --rdzv-endpoint", notes)
-            if (endpoint := _endpoint(args, max_nodes)) is None:
+            endpoint, successors = _endpoints(args, max_nodes, notes)
+            if endpoint is None:
                 return single_node
-            return RendezvousOptions(Backend.COORDINATOR, endpoint, node_rank=node_rank, local_addr=local_addr)
+            return RendezvousOptions(
+                Backend.COORDINATOR, endpoint, successors, node_rank=node_rank, local_addr=local_addr
+            )
         case "static" if max_nodes == 1:
             if (master := _master(args, notes)) is None:
                 return single_node
@@ -77,7 +83,7 @@ def _of_backend(args: ParsedArguments, min_nodes: int, max_nodes: int, notes: li
             return replace(single_node, local_addr=local_addr or master.host, store_port=master.port if has_port else 0)
         case "static":
             master = _static_master(args, min_nodes, max_nodes, node_rank, notes)
-            return RendezvousOptions(Backend.STATIC, master, node_rank == 0, node_rank, local_addr)
+            return RendezvousOptions(Backend.STATIC, master, (), node_rank == 0, node_rank, local_addr)
         case "etcd" | "etcd-v2":
             _check_etcd(args, backend, notes)
             return RendezvousOptions(Backend.ETCD, node_rank=node_rank, local_addr=local_addr)
@@ -176,9 +182,29 @@ def _static_master(
     return master
 
 
-def _endpoint(args: ParsedArguments, max_nodes: int) -> Address | None:
-    """The coordinator's address; None for a single node that other nodes cannot connect to."""
+def _endpoints(args: ParsedArguments, max_nodes: int, notes: list[str]) -> tuple[Address | None, tuple[Address, ...]]:
+    """The coordinator's address, and all addresses if the nodes elect the coordinator."""
     name, text = args.labelled("--rdzv-endpoint")
+    first, *others = text.split(",")
+    endpoint = _endpoint(args, name, first, max_nodes)
+    if not others:
+        return endpoint, ()
+    found = tuple(dict.fromkeys(address(name, part, default_port=COORDINATOR_PORT) for part in text.split(",")))
+    if not all(each.port for each in found):
+        raise UsageError(f"{name}={text}: several nodes need fixed ports, not 0; write HOST:{COORDINATOR_PORT}")
+    if len(found) > MAX_ENDPOINTS:
+        raise UsageError(f"{name} has at most {MAX_ENDPOINTS} addresses, this has {len(found)}; remove some")
+    if max_nodes < MIN_ELECTING_NODES:
+        notes.append(
+            f"{name}={text}: the coordinator is always at {endpoint}, because {max_nodes} nodes have no majority "
+            f"without one of them; a successor needs --nnodes={MIN_ELECTING_NODES} or more, or --rdzv-backend=etcd"
+        )
+        return endpoint, ()
+    return endpoint, found if len(found) > 1 else ()
+
+
+def _endpoint(args: ParsedArguments, name: str, text: str, max_nodes: int) -> Address | None:
+    """The coordinator's address; None for a single node that other nodes cannot connect to."""
     if not text:
         if max_nodes == 1:
             return None

@@ -1,0 +1,347 @@
+"""An agent as a candidate: when it asks for promises, when it is the coordinator, and when a round is committed.  Pure.
+
+Every agent that listens at an address of `--rdzv-endpoint` is a candidate.  It is also a voter (`voter.py`) that votes
+over a connection, like all others.  The two share what they know of the electorate, and nothing else.  Rules:
+
+1.  A candidate asks for promises if its own agent has no coordinator, and those who look for one here could elect it.
+2.  It is the coordinator with promises of the newest electorate that it knows: a majority of the voters, and of the
+    outgoing voters if a change is pending.  Before the first round it needs all addresses.
+3.  The office ends, by its own clock, before voters may promise to another: the majorities of rule 2 must have renewed
+    it.  The time counts from the moment a renewal was requested, and is shorter than the lease by `LEASE_MARGIN`.
+4.  A new coordinator first makes the electorate that it inherited its own: a majority confirms it in the new epoch.  It
+    changes nothing before that.
+5.  A round is committed, and only then announced, when a majority of its voters and a majority of the voters before it
+    have confirmed it.  One change is pending at a time.  It begins when a majority of the new voters has renewed the
+    office, so that the office does not end with it.
+6.  A node that has left is no voter any more, without a vote: it never promises again, so all majorities still overlap.
+7.  A coordinator that meets a higher epoch asks its voters for one above it.  It steps down if that epoch has a
+    coordinator.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ripstop.election.voter import Voter
+from ripstop.model.electorate import MAX_VOTERS, Electorate
+from ripstop.model.round import Address
+from ripstop.protocol.messages import Canvass, Follow, FromCoordinator, Office, Promise, Redirect, Renew, Renewed
+
+LEASE_MARGIN = 0.1  # fraction of a lease: for clocks of different speed
+RENEWALS_A_LEASE = 4
+MAX_REQUESTS = 4096  # for renewals, that are remembered
+
+
+# commands -------------------------------------------------------------------------------------------------------------
+
+
+class SendTo(Struct, frozen=True):
+    node: str
+    message: FromCoordinator
+
+
+class Lead(Struct, frozen=True):
+    """Start the coordinator.
+
+    `round` is the newest round of the job.  `former` is the former coordinator if it was in that round; `is_lost`: for
+    all who promised, its process has ended or was silent for a lease.
+    """
+
+    epoch: int
+    round: int
+    former: str = ""
+    is_lost: bool = False
+
+
+class StepDown(Struct, frozen=True):
+    """Stop the coordinator at once, and close all connections."""
+
+    why: str
+
+
+class Announce(Struct, frozen=True):
+    """The round is committed: announce it."""
+
+    round: int
+
+
+CandidateCommand = SendTo | Lead | StepDown | Announce
+
+
+class Candidate:
+    """The candidacy and the office of one agent; see the rules above."""
+
+    def __init__(self, node: str, voter: Voter, lease: float) -> None:
+        self.epoch = 0  # of the office, or of the last one
+        self.in_office = False
+        self.electorate = voter.electorate  # the newest known; in office, the own one
+        self._node = node
+        self._voter = voter  # of this agent
+        self._lease = lease
+        self._leader: Address | None = None  # of another coordinator, which this agent follows
+        self._contacts: dict[str, Follow] = {}  # agents that are connected here
+        self._canvassed = 0  # the epoch that is asked for; 0: none
+        self._promises: dict[str, Promise] = {}
+        self._renewed_at: dict[str, float] = {}  # of a voter: when the renewal that it confirmed was requested
+        self._office_end = float("-inf")  # unless it is renewed
+        self._seats: dict[str, str] = {}  # of voters that have renewed
+        self._confirmed: set[str] = set()  # voters that have this version of the electorate
+        self._is_settled = False  # a majority has it (rule 4)
+        self._proposal: tuple[int, tuple[str, ...]] | None = None  # a round that waits for the pending change
+        self._asked: set[str] = set()  # nodes of that round that were asked to renew the office
+        self._announced = 0
+        self._number = 0
+        self._requests: dict[int, tuple[float, tuple[int, int]]] = {}  # by number: time, and version
+        self._next_request = float("-inf")
+
+    # input ------------------------------------------------------------------------------------------------------------
+
+    def on_message(self, node: str, message: Follow | Promise | Renewed, now: float) -> list[CandidateCommand]:
+        out = self.on_tick(now)
+        match message:
+            case Follow():
+                return out + self._on_follow(node, message, now)
+            case Promise(epoch, number) if epoch == self._canvassed and node in self._contacts:
+                if number in self._requests:
+                    self._promises[node] = message
+                    return out + self._count_promises(now)
+            case Renewed(epoch, number) if self.in_office and epoch == self.epoch and number in self._requests:
+                requested_at, version = self._requests[number]
+                self._renewed_at[node] = max(requested_at, self._renewed_at.get(node, requested_at))
+                self._extend_office()
+                if version == self.electorate.version:
+                    self._confirmed.add(node)
+                return out + self._commit(now) + self._settle(now)
+        return out
+
+    def on_disconnected(self, node: str) -> None:
+        self._contacts.pop(node, None)
+        self._promises.pop(node, None)
+        self._confirmed.discard(node)  # it confirms again over its next connection, if it has not forgotten
+
+    def on_leader(self, address: Address | None, now: float) -> list[CandidateCommand]:
+        """This agent follows another coordinator at this address, or none."""
+        self._leader = address
+        if address is None or self.in_office:
+            return self._consider(now)
+        self._stop_canvass()
+        return [SendTo(node, Redirect(address)) for node in self._contacts]
+
+    def propose(self, round: int, nodes: Iterable[str], now: float) -> list[CandidateCommand]:
+        """The coordinator has formed a round; `Announce` follows when it is committed."""
+        self._proposal = (round, tuple(nodes)[:MAX_VOTERS])
+        self._asked = set()
+        return self._settle(now) if self.in_office else []
+
+    def on_left(self, node: str, now: float) -> list[CandidateCommand]:
+        """A node has left for good (rule 6)."""
+        voters = tuple(n for n in self.electorate.voters if n != node)
+        outgoing = tuple(n for n in self.electorate.outgoing if n != node)
+        is_voter = (voters, outgoing) != (self.electorate.voters, self.electorate.outgoing)
+        if not self.in_office or not is_voter or not voters:
+            return []
+        return self._change(replace(self.electorate, voters=voters, outgoing=outgoing), now)
+
+    def on_tick(self, now: float) -> list[CandidateCommand]:
+        if self.in_office and now >= self._office_end:
+            return self._step_down("most of its voters did not renew its office in time")
+        if now < self._next_request:
+            return []
+        if self.in_office:
+            return self._request_renewals(now)
+        if self._canvassed:
+            self._next_request = now + self._lease / RENEWALS_A_LEASE
+            return [command for node in self._contacts for command in self._ask(node, now)]
+        return []
+
+    # output -----------------------------------------------------------------------------------------------------------
+
+    def holds_office(self, now: float) -> bool:
+        """Whether the coordinator may decide."""
+        return self.in_office and now < self._office_end
+
+    @property
+    def is_pending(self) -> bool:
+        """A round waits for its commit: nothing may be sent that comes after it."""
+        return self._proposal is not None or self.electorate.round > self._announced
+
+    @property
+    def is_settled(self) -> bool:
+        """A majority has confirmed the electorate, and no change is pending."""
+        return self._is_settled and self._proposal is None
+
+    def deadline(self) -> float | None:
+        """The time of the next `on_tick`, if one is needed."""
+        if self.in_office:
+            return min(self._next_request, self._office_end)
+        return self._next_request if self._canvassed else None
+
+    def missing(self) -> list[str]:
+        """The addresses without an agent, before the first round."""
+        return [voter for voter in self.electorate.voters if voter not in self._names(self._contacts)]
+
+    # candidacy --------------------------------------------------------------------------------------------------------
+
+    def _on_follow(self, node: str, follow: Follow, now: float) -> list[CandidateCommand]:
+        self._contacts[node] = follow
+        if follow.seat:
+            self._seats[node] = follow.seat
+        if follow.electorate.version > self.electorate.version:
+            self._learn(follow.electorate)
+            if self.in_office:
+                return self._step_down(f"node {node} knows a newer coordinator")  # rule 7
+        if self.in_office and self._least_epoch(follow) > self.epoch:
+            return self._canvass(max(self._least_epoch(follow), self._canvassed), now)  # rule 7
+        if self.in_office:
+            self._confirmed.discard(node)
+            return [SendTo(node, Office(self.epoch, self._node)), *self._request_renewal(node, now)]
+        if self._leader is not None:
+            return [SendTo(node, Redirect(self._leader))]
+        was_asked = self._canvassed
+        out = self._consider(now)
+        return out if self._canvassed != was_asked else self._ask(node, now)
+
+    def _least_epoch(self, follow: Follow) -> int:
+        """The lowest epoch that this agent may promise."""
+        return follow.epoch if follow.candidate == self._node else follow.epoch + 1
+
+    def _consider(self, now: float) -> list[CandidateCommand]:
+        """Ask for promises if that may succeed (rule 1)."""
+        if self.in_office or self._leader is not None or not self.electorate.can_elect(self._names(self._contacts)):
+            return []
+        least = max(self.epoch + 1, self.electorate.epoch + 1, *map(self._least_epoch, self._contacts.values()))
+        return [] if self._canvassed >= least else self._canvass(least, now)
+
+    def _canvass(self, epoch: int, now: float) -> list[CandidateCommand]:
+        if epoch != self._canvassed:
+            self._promises = {}
+        self._canvassed = epoch
+        if not self.in_office:
+            self._next_request = now + self._lease / RENEWALS_A_LEASE
+        return [command for node in self._contacts for command in self._ask(node, now)]
+
+    def _ask(self, node: str, now: float) -> list[CandidateCommand]:
+        if not self._canvassed or node not in self._contacts:
+            return []
+        return [SendTo(node, Canvass(self._canvassed, self._request(now), self._node))]
+
+    def _stop_canvass(self) -> None:
+        self._canvassed = 0
+        self._promises = {}
+
+    def _count_promises(self, now: float) -> list[CandidateCommand]:
+        newest = max((promise.electorate for promise in self._promises.values()), key=lambda e: e.version)
+        if newest.version > self.electorate.version:
+            if self.in_office:
+                return self._step_down("a voter knows a newer coordinator")
+            self._learn(newest)
+        known, names = self.electorate, self._names(self._promises)
+        if not (known.has_majority(names) if self.in_office else known.can_elect(names)):
+            return []
+        return self._take_office(now)
+
+    def _take_office(self, now: float) -> list[CandidateCommand]:
+        was_in_office, promises = self.in_office, self._promises
+        renewed_at = {node: self._requests[p.number][0] for node, p in promises.items() if p.number in self._requests}
+        self._renewed_at = self._renewed_at | renewed_at if was_in_office else renewed_at
+        self.epoch = self._canvassed
+        self._stop_canvass()
+        self.in_office = True
+        self._extend_office()
+        if now >= self._office_end:
+            return self._step_down("it was elected too late")  # rule 3
+        out: list[CandidateCommand] = []
+        if not was_in_office:
+            self._announced, self._proposal = self.electorate.round, None
+            former = next((p.former for p in promises.values() if p.former in self.electorate.voters), "")
+            is_lost = bool(former) and all(p.is_lost for p in promises.values() if p.former == former)
+            out.append(Lead(self.epoch, self.electorate.round, former, is_lost))
+        out += [SendTo(node, Office(self.epoch, self._node)) for node in self._contacts]
+        return out + self._change(self.electorate, now)  # rule 4
+
+    # office -----------------------------------------------------------------------------------------------------------
+
+    def _change(self, electorate: Electorate, now: float) -> list[CandidateCommand]:
+        """Begin a new version of the electorate; voters confirm it with their next renewal."""
+        self._learn(replace(electorate, epoch=self.epoch, serial=electorate.serial + 1))
+        self._confirmed = set()
+        self._is_settled = False
+        return self._request_renewals(now)
+
+    def _commit(self, now: float) -> list[CandidateCommand]:
+        if self._is_settled or not self.electorate.has_majority(self._names(self._confirmed)):
+            return []
+        out: list[CandidateCommand] = []
+        if self.electorate.round > self._announced:
+            self._announced = self.electorate.round
+            out.append(Announce(self.electorate.round))  # rule 5
+        if self.electorate.outgoing:
+            return out + self._change(replace(self.electorate, outgoing=()), now)
+        self._is_settled = True
+        return out
+
+    def _settle(self, now: float) -> list[CandidateCommand]:
+        """Begin the change to a round that waits, if no other change is pending (rules 4 and 5)."""
+        if self._proposal is None or not self._is_settled:
+            return []
+        round, nodes = self._proposal
+        if self._bound_until(nodes) < now + self._lease / RENEWALS_A_LEASE:
+            strangers = [node for node in nodes if node not in self._asked and node in self._contacts]
+            self._asked.update(strangers)
+            return [command for node in strangers for command in self._request_renewal(node, now)]
+        self._proposal = None
+        before = self.electorate.voters
+        outgoing = () if set(nodes) == set(before) else before
+        return self._change(replace(self.electorate, round=round, voters=nodes, outgoing=outgoing, is_first=False), now)
+
+    def _request_renewals(self, now: float) -> list[CandidateCommand]:
+        self._next_request = now + self._lease / RENEWALS_A_LEASE
+        return [command for node in self._contacts for command in self._request_renewal(node, now)]
+
+    def _request_renewal(self, node: str, now: float) -> list[CandidateCommand]:
+        proposed = self._proposal[1] if self._proposal else ()
+        if not self._names([node]) & {*self.electorate.voters, *self.electorate.outgoing, *proposed}:
+            return []
+        electorate = None if node in self._confirmed else self.electorate
+        return [SendTo(node, Renew(self.epoch, self._request(now), electorate))]
+
+    def _request(self, now: float) -> int:
+        self._number += 1
+        self._requests[self._number] = (now, self.electorate.version)
+        if len(self._requests) > MAX_REQUESTS:
+            del self._requests[next(iter(self._requests))]
+        return self._number
+
+    def _extend_office(self) -> None:
+        """The office ends when no majority of voters is bound any more (rule 3)."""
+        both = (self.electorate.voters, self.electorate.outgoing)
+        self._office_end = min(self._bound_until(voters) for voters in both if voters)
+
+    def _bound_until(self, voters: Sequence[str]) -> float:
+        """The time until which a majority of these is bound to this coordinator."""
+        times: dict[str, float] = {}
+        for node, at in self._renewed_at.items():
+            times |= {name: max(at, times.get(name, at)) for name in self._names([node])}
+        renewed = sorted((times.get(voter, float("-inf")) for voter in voters), reverse=True)
+        return renewed[len(voters) // 2] + self._lease * (1 - LEASE_MARGIN)
+
+    def _step_down(self, why: str) -> list[CandidateCommand]:
+        self._stop_canvass()
+        self._contacts = {}
+        self._proposal = None
+        if not self.in_office:
+            return []
+        self.in_office = False
+        return [StepDown(why)]
+
+    def _learn(self, electorate: Electorate) -> None:
+        """The agent's voter learns it too: no other candidate may be elected without it."""
+        self.electorate = electorate
+        self._voter.learn(electorate)
+        if self.in_office:
+            self._extend_office()
+
+    def _names(self, nodes: Iterable[str]) -> set[str]:
+        """The names under which these nodes vote: their own, and the addresses at which they listen."""
+        return {name for node in nodes for name in (node, self._seats.get(node, "")) if name}

@@ -1,0 +1,650 @@
+"""A simulation of succession in one thread: the real voters, candidates and searches of a job, under random faults.
+
+Deterministic: a seed is a schedule.  The world stands in for network, clocks and job.  A connection delivers in order
+or breaks; in the mix with disorder, messages also arrive twice and in any order.  Processes are killed, frozen
+and started again, hosts lose their power, networks part in one or both directions, clocks run at different speeds, and
+in one mix they also jump.  The coordinator of the moment forms rounds at random.  Rules, at every step:
+
+1.  At most one process holds the office (not with jumping clocks, which break leases; all other rules hold then, too).
+2.  A new coordinator knows every committed round.  Rounds of a higher epoch have higher numbers, and no number is used
+    twice.  So no two coordinators commit a round for the same job state.
+3.  A node starts rounds in the order of their numbers.
+
+Faults stop at some time.  If a majority of the newest electorate is alive then, with a candidate, all nodes follow one
+coordinator and a round of all of them is committed within `REST_TIMEOUT_S`.
+
+`python -m tests.simulation.succession_world SEED` prints one schedule as a transcript.
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from random import Random
+from typing import Any
+
+from msgspec import Struct
+
+from ripstop.election.candidate import Announce, Candidate, CandidateCommand, Lead, SendTo, StepDown
+from ripstop.election.search import Search
+from ripstop.election.voter import Accept, Reply, Voter, VoterCommand
+from ripstop.model.electorate import Electorate, first_electorate
+from ripstop.model.round import Address
+from ripstop.protocol.messages import Canvass, Follow, Office, Promise, Redirect, Renew, Renewed
+from tests.simulation.rules import Violation, require
+
+LEASE_S = 2.0
+REST_TIMEOUT_S = 60.0  # simulated, after the last fault
+MAX_STEPS = 60_000  # of one schedule: more is a busy loop
+CLIENT, SERVER = 0, 1  # the ends of a connection
+
+
+@dataclass(frozen=True)
+class Mix:
+    """The relative frequency of each fault."""
+
+    name: str
+    faults: dict[str, int]
+    disorder: bool = False
+    clocks_jump: bool = False
+    latency: float = 0.03  # of a message, at most; above 0.03, some pairs of hosts have it, and others do not
+    patience: float = 1.0  # how long agents wait at a candidate, as a factor
+
+
+PROCESSES = {"kill": 4, "kill_leader": 4, "power_off": 2, "restart": 4, "leave": 2, "freeze": 3, "freeze_leader": 3}
+NETWORK = {"cut": 3, "cut_leader": 3, "pair": 3, "one_way": 3, "reset": 3, "part": 2, "heal": 3}
+ROUNDS = {"form": 12, "join": 2}
+
+MIXES = (
+    Mix("processes", PROCESSES | ROUNDS),
+    Mix("network", NETWORK | ROUNDS),
+    Mix("everything", PROCESSES | NETWORK | ROUNDS),
+    Mix("everything, in disorder", PROCESSES | NETWORK | ROUNDS, disorder=True),
+    Mix("clocks jump", PROCESSES | NETWORK | ROUNDS | {"clock": 6}, clocks_jump=True),
+    Mix("clocks jump often", NETWORK | {"form": 40, "clock": 60}, clocks_jump=True, latency=0.4, patience=0.15),
+    Mix("candidates restart", NETWORK | {"form": 20, "restart_candidates": 8, "kill_leader": 2}),
+    Mix("candidates compete", PROCESSES | NETWORK | {"form": 20}, latency=0.4, patience=0.15),
+    Mix("messages are slow", PROCESSES | NETWORK | {"form": 40, "cut_leader": 8}, disorder=True, latency=0.8),
+    Mix("rounds change quickly", NETWORK | {"form": 60, "kill_leader": 6, "join": 6, "leave": 4, "freeze_leader": 4}),
+)
+
+
+class Join(Struct, frozen=True):
+    newest: int
+
+
+class Left(Struct, frozen=True):
+    pass
+
+
+class Assign(Struct, frozen=True):
+    epoch: int
+    round: int
+
+
+class Connection:
+    """From a client to a server, which may be one process.  The pairs are of the client's and the server's end."""
+
+    __slots__ = ("client", "is_closed_by_server", "last_received", "server", "times")
+
+    def __init__(self, client: "Process", server: "Process", now: float) -> None:
+        self.client = client
+        self.server = server
+        self.is_closed_by_server = False
+        self.last_received = [now, now]
+        self.times = [now, now]  # when the last message to this end arrives
+
+    def end(self, of: int) -> "Process":
+        return self.server if of == SERVER else self.client
+
+
+class Process:
+    """One agent."""
+
+    def __init__(self, name: str, host: int, seats: int, now: float, random: Random) -> None:
+        first = first_electorate(f"@{seat}" for seat in range(seats))
+        has_seat = host < seats
+        self.name = name
+        self.host = host
+        self.alive = True
+        self.frozen_until = 0.0
+        self.backlog: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+        self.rate = random.uniform(0.98, 1.02)
+        self.offset = random.uniform(0, 1000)
+        self.voter = Voter(first, LEASE_S, f"@{host}" if has_seat else "")
+        self.candidate = Candidate(name, self.voter, LEASE_S) if has_seat else None
+        self.search = Search(seats, LEASE_S)
+        self.connection: Connection | None = None
+        self.attempt = 0
+        self.is_accepted = False
+        self.leader = (-1, "")  # its seat and name
+        self.timer: float | None = None
+        self.newest = 0
+        self.round = (0, 0)  # the epoch and the number of the round that it runs
+        # as a candidate
+        self.incoming: dict[str, Connection] = {}
+        self.joined: set[str] = set()
+        self.highest = 0
+        self.proposed: dict[int, tuple[str, ...]] = {}  # rounds that wait for their commit
+
+
+class SuccessionWorld:
+    """One schedule."""
+
+    def __init__(self, seed: int, trace: Callable[[str], None] | None = None) -> None:
+        self.trace = trace
+        self.random = random = Random(seed)
+        self.mix = MIXES[seed % len(MIXES)]
+        self.now = 0.0
+        self.queue: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+        self.serial = self.names = self.steps = 0
+        self.hosts = random.randint(2, 6)
+        self.seats = random.randint(2, min(4, self.hosts))
+        self.blocked: dict[tuple[int, int], float] = {}  # from, to: until when
+        self.off: set[int] = set()  # hosts without power
+        self.processes: dict[int, Process] = {}  # by host
+        self.announced: dict[int, int] = {}  # round: epoch
+        self.latency, self.patience = self.mix.latency, self.mix.patience
+        self.latencies: dict[tuple[int, int], float] = {}
+        self.is_calm, self.calm_at = False, 0.0
+        self.offices = 0
+        for host in range(self.hosts):
+            self.at(random.random() * random.choice((0.1, 2.0)), self._start, host)
+        when = 1.0 + random.random() * 3.0
+        kinds, weights = list(self.mix.faults), list(self.mix.faults.values())
+        for kind in random.choices(kinds, weights, k=random.randint(0, 30)):
+            self.at(when, self._fault, kind)
+            when += random.random() * random.choice((0.02, 0.1, 0.5, 2.0, 4.0))
+        self.at(when, self._stop_faults)
+
+    # time -------------------------------------------------------------------------------------------------------------
+
+    def at(self, when: float, do: Callable[..., object], *args: Any) -> None:
+        self.serial += 1
+        heappush(self.queue, (when, self.serial, do, args))
+
+    def run(self) -> None:
+        """Run the schedule; raises `Violation`."""
+        while self.queue:
+            self.now, _, do, args = heappop(self.queue)
+            self.steps += 1
+            require(self.steps < MAX_STEPS, "busy loop: too many steps")
+            if do(*args):
+                return
+            if not self.mix.clocks_jump:
+                self._check_one_office()
+
+    def note(self, text: str) -> None:
+        if self.trace:
+            self.trace(f"{self.now:9.3f}  {text}")
+
+    def clock(self, process: Process) -> float:
+        return self.now * process.rate + process.offset
+
+    def _check_one_office(self) -> None:
+        officers = [p for p in self.processes.values() if p.candidate and p.candidate.in_office and p.alive]
+        if len(officers) > 1:
+            holders = [p.name for p in officers if p.candidate and p.candidate.holds_office(self.clock(p))]
+            require(len(holders) <= 1, f"{holders} hold the office")
+
+    # faults -----------------------------------------------------------------------------------------------------------
+
+    def _start(self, host: int) -> None:
+        old = self.processes.get(host)
+        if (old and old.alive) or host in self.off:
+            return
+        self.names += 1
+        process = self.processes[host] = Process(f"n{host}.{self.names}", host, self.seats, self.now, self.random)
+        self.note(f"{process.name} starts")
+        self._connect(process)
+
+    def _leader(self) -> Process | None:
+        return next((p for p in self._living() if p.candidate and p.candidate.in_office), None)
+
+    def _living(self) -> list[Process]:
+        return [p for p in self.processes.values() if p.alive]
+
+    def _fault(self, kind: str) -> None:
+        living, random = self._living(), self.random
+        if not living:
+            return
+        leader = self._leader()
+        victim = leader if kind.endswith("_leader") and leader else random.choice(living)
+        self.note(f"*** {kind} {victim.name}")
+        long = self.now + random.random() * random.choice((0.5, 2.0, 8.0))
+        hosts = range(self.hosts)
+        match kind.removesuffix("_leader"):
+            case "kill":
+                self._kill(victim)
+                if random.random() < 0.6:
+                    self.at(self.now + random.random() * random.choice((0.05, 1.0, 5.0)), self._start, victim.host)
+            case "power_off":
+                self.off.add(victim.host)
+                self._kill(victim)
+            case "restart":
+                for host in hosts:
+                    self.off.discard(host)
+                    self._start(host)
+            case "restart_candidates":
+                for process in [p for p in living if p.candidate]:
+                    self._kill(process)
+                    self.at(self.now + random.random() * random.choice((0.1, 2.0)), self._start, process.host)
+            case "leave":
+                self._leave(victim)
+            case "freeze":
+                if victim.frozen_until <= self.now:
+                    victim.frozen_until = long
+                    self.at(long, self._thaw, victim)
+            case "cut":
+                for host in hosts:
+                    self._block(victim.host, host, long)
+                    self._block(host, victim.host, long)
+            case "pair":
+                other = random.choice(living).host
+                self._block(victim.host, other, long)
+                self._block(other, victim.host, long)
+            case "one_way":
+                for host in hosts:
+                    if random.random() < 0.7:
+                        self._block(victim.host, host, long)
+            case "part":
+                side = {host for host in hosts if random.random() < 0.5}
+                for one in hosts:
+                    for other in hosts:
+                        if (one in side) != (other in side):
+                            self._block(one, other, long)
+            case "heal":
+                self.blocked.clear()
+            case "reset":
+                if victim.connection:
+                    self._close(victim.connection, CLIENT)
+                    self._lost(victim, victim.connection, is_silent=False)
+            case "join":
+                if self.hosts < 8:
+                    self.hosts += 1
+                    self._start(self.hosts - 1)
+            case "clock":
+                victim.offset += random.uniform(-5, 5)
+            case "form":
+                if leader:
+                    self._form(leader)
+
+    def _block(self, one: int, other: int, until: float) -> None:
+        if one != other:
+            self.blocked[one, other] = max(until, self.blocked.get((one, other), 0.0))
+
+    def _is_blocked(self, one: int, other: int) -> bool:
+        return self.blocked.get((one, other), 0.0) > self.now
+
+    def _kill(self, process: Process) -> None:
+        process.alive = False
+        if process.host not in self.off:
+            for connection in process.incoming.values():
+                self._close(connection, SERVER)
+            if process.connection:
+                self._close(process.connection, CLIENT)
+
+    def _leave(self, process: Process) -> None:
+        if process.is_accepted and process.connection:
+            self._send(process.connection, SERVER, Left())
+        if process.connection and not process.incoming:
+            self.at(self.now + 0.05, self._kill, process)
+        else:
+            self._kill(process)
+
+    def _thaw(self, process: Process) -> None:
+        backlog, process.backlog = process.backlog, []
+        if process.alive:
+            self._arm(process)
+            for do, args in backlog:
+                do(*args)
+
+    def _stop_faults(self) -> None:
+        self.note("*** no more faults")
+        self.is_calm, self.calm_at = True, self.now
+        self.latency, self.patience, self.latencies = 0.03, 1.0, {}
+        self.blocked.clear()
+        for process in self._living():
+            if process.frozen_until > self.now:
+                process.frozen_until = self.now
+                self._thaw(process)
+        self.at(self.now + 1.0, self._check_rest, self.now + REST_TIMEOUT_S)
+
+    def _check_rest(self, end: float) -> bool:
+        why_not = self._reason_not_at_rest()
+        if why_not and self.now > end:
+            raise Violation(f"not at rest {REST_TIMEOUT_S:g} s after the last fault: {why_not}")
+        if not why_not:
+            self.note("at rest")
+            return True
+        if leader := self._leader():
+            self._form(leader, everybody=True)
+        self.at(self.now + 1.0, self._check_rest, end)
+        return False
+
+    def _reason_not_at_rest(self) -> str:
+        living = self._living()
+        of_voters = [p.voter.electorate for p in living]
+        of_candidates = [p.candidate.electorate for p in living if p.candidate]
+        if not of_candidates:
+            return ""
+        newest = [max(known, key=lambda electorate: electorate.version) for known in (of_voters, of_candidates)]
+        names = {p.name for p in living} | {f"@{p.host}" for p in living if p.candidate}
+        leader = self._leader()
+        if not all(_can_elect(e, names, is_in_office=leader is not None) for e in newest):
+            return ""  # the job has lost too many nodes
+        if leader is None:
+            return f"no coordinator, and {sorted(names)} could elect one: {newest}"
+        if any(not p.is_accepted or p.leader[1] != leader.name for p in living):
+            return f"not all follow {leader.name}: {[(p.name, p.leader) for p in living]}"
+        if {p.round for p in living} != {(leader.candidate and leader.candidate.epoch, leader.highest)}:
+            return f"not all run one round: {[(p.name, p.round) for p in living]}"
+        return ""
+
+    # the coordinator of the moment ------------------------------------------------------------------------------------
+
+    def _form(self, leader: Process, *, everybody: bool = False) -> None:
+        assert leader.candidate
+        if leader.frozen_until > self.now or not leader.candidate.holds_office(self.clock(leader)):
+            return
+        if any(leader.incoming.keys() >= set(members) for members in leader.proposed.values()):
+            return
+        present = sorted(leader.joined & leader.incoming.keys())
+        if everybody and len(present) < len(self._living()):
+            return
+        members = present if everybody else [name for name in present if self.random.random() < 0.8] or present[:1]
+        if not members:
+            return
+        leader.highest += 1
+        leader.proposed[leader.highest] = tuple(members)
+        self.note(f"{leader.name} forms round {leader.highest} of {members}")
+        self._execute(leader, leader.candidate.propose(leader.highest, members, self.clock(leader)))
+
+    def _announce(self, leader: Process, round: int) -> None:
+        assert leader.candidate
+        epoch = leader.candidate.epoch
+        require(round in leader.proposed, f"{leader.name} announces {round}: {leader.proposed}")
+        require(round not in self.announced, f"round {round} is committed twice")
+        for other, of in self.announced.items():
+            require(
+                (of <= epoch) if other < round else (of >= epoch), f"{epoch}:{round} and {of}:{other} are committed"
+            )
+            require(self.mix.clocks_jump or other < round, f"round {round} is committed after round {other}")
+        self.announced[round] = epoch
+        for name in leader.proposed[round]:
+            if connection := leader.incoming.get(name):
+                self._send(connection, CLIENT, Assign(epoch, round))
+        leader.proposed = {later: members for later, members in leader.proposed.items() if later > round}
+
+    def _execute(self, process: Process, commands: list[CandidateCommand]) -> None:
+        for command in commands:
+            if self.trace:
+                self.note(f"{process.name}: {command}")
+            match command:
+                case SendTo(node, message):
+                    if connection := process.incoming.get(node):
+                        self._send(connection, CLIENT, message)
+                case Lead(epoch, round):
+                    self.offices += 1
+                    if not self.is_calm:
+                        self.at(self.now + self.random.random() * 0.2, self._form, process)
+                        if self.random.random() < 0.3:
+                            fault = self.random.choice(("part", "cut_leader", "one_way_leader", "kill_leader"))
+                            self.at(self.now + self.random.random() * 0.5, self._fault, fault)
+                    process.highest = round
+                    process.joined, process.proposed = set(), {}
+                    assert process.candidate
+                    if process.candidate.electorate.is_first:
+                        self.announced.clear()  # all candidates were started again: it is another job
+                    lost = [r for r, of in self.announced.items() if r > round and of < epoch]
+                    require(not lost, f"{process.name} leads from round {round}, and does not know {lost}")
+                case StepDown(why):
+                    has_settled = self.is_calm and self.now > self.calm_at + 5 * LEASE_S
+                    require(not (has_settled and "renew" in why), f"{process.name} steps down without a fault: {why}")
+                    process.joined, process.proposed = set(), {}
+                    for connection in process.incoming.values():
+                        self._close(connection, SERVER)
+                    process.incoming = {}
+                case Announce(round):
+                    self._announce(process, round)
+        self._arm(process)
+
+    # messages ---------------------------------------------------------------------------------------------------------
+
+    def _send(self, connection: Connection, to: int, message: Any) -> None:
+        sender, receiver = connection.end(1 - to), connection.end(to)
+        if (pair := (sender.host, receiver.host)) not in self.latencies:
+            self.latencies[pair] = self.random.choice((0.02, 0.02, self.latency))
+        when = max(
+            self.now + self.random.random() * self.latencies[pair], self.blocked.get((sender.host, receiver.host), 0.0)
+        )
+        if self.mix.disorder and not isinstance(message, Join | Left):
+            when += self.random.random() * self.random.choice((0.01, 0.4))
+            if self.random.random() < 0.1:
+                self.at(when + self.random.random() * 0.5, self._arrive, connection, to, message)
+        else:
+            when = connection.times[to] = max(when, connection.times[to])
+        self.at(when, self._arrive, connection, to, message)
+
+    def _arrive(self, connection: Connection, to: int, message: Any) -> None:
+        receiver = connection.end(to)
+        if not receiver.alive:
+            return
+        if receiver.frozen_until > self.now:
+            receiver.backlog.append((self._arrive, (connection, to, message)))
+            return
+        connection.last_received[to] = self.now
+        if to == SERVER:
+            if receiver.incoming.get(connection.client.name) is connection:
+                self._at_server(receiver, connection.client.name, message)
+        elif receiver.connection is connection:
+            self._at_client(receiver, message)
+
+    def _at_server(self, process: Process, node: str, message: Any) -> None:
+        assert process.candidate
+        now = self.clock(process)
+        match message:
+            case Follow() | Promise() | Renewed():
+                self._execute(process, process.candidate.on_message(node, message, now))
+            case Join(newest) if process.candidate.holds_office(now):
+                process.joined.add(node)
+                process.highest = max(process.highest, newest)
+            case Left() if process.candidate.holds_office(now):
+                process.joined.discard(node)
+                self._execute(process, process.candidate.on_left(node, now))
+
+    def _at_client(self, process: Process, message: Any) -> None:
+        now, target = self.clock(process), process.search.target
+        match message:
+            case Canvass(node=node) | Office(node=node):
+                if process.leader[0] == target and process.leader[1] != node:
+                    process.voter.on_gone(process.leader[1])
+                self._vote(process, process.voter.on(message, now))
+                if process.is_accepted and isinstance(message, Office):
+                    process.leader = (target, node)
+            case Renew():
+                self._vote(process, process.voter.on(message, now))
+            case Redirect(address):
+                if not process.is_accepted:
+                    delay = process.search.on_redirected(address.port)
+                    self.at(self.now + delay, self._redirected, process, process.connection)
+            case Assign(epoch, round) if process.is_accepted and round > process.newest:
+                require(epoch >= process.round[0], f"{process.name} starts {epoch}:{round} after {process.round}")
+                process.newest = round
+                process.round = (epoch, round)
+        self._arm(process)
+
+    def _vote(self, process: Process, commands: list[VoterCommand]) -> None:
+        for command in commands:
+            if self.trace:
+                self.note(f"{process.name}: {command}")
+            match command:
+                case Reply(message):
+                    if process.connection:
+                        self._send(process.connection, SERVER, message)
+                case Accept() if process.connection:
+                    if not process.is_accepted:
+                        process.is_accepted = True
+                        process.search.on_accepted()
+                        self._set_leader(process, process.connection.server)
+                    self._send(process.connection, SERVER, Join(process.newest))
+
+    def _set_leader(self, process: Process, leader: Process | None) -> None:
+        if process.candidate:
+            address = None if leader is None or leader is process else Address("", leader.host)
+            self._execute(process, process.candidate.on_leader(address, self.clock(process)))
+
+    # connections ------------------------------------------------------------------------------------------------------
+
+    def _connect(self, process: Process) -> None:
+        if not process.alive:
+            return
+        if process.frozen_until > self.now:
+            process.backlog.append((self._connect, (process,)))
+            return
+        process.attempt += 1
+        target = process.search.target
+        server = self.processes.get(target)
+        if self._is_blocked(process.host, target) or self._is_blocked(target, process.host) or target in self.off:
+            self.at(self.now + LEASE_S / 3, self._failed, process, process.attempt, target, False)
+        elif server is None or not server.alive:
+            self.at(self.now + 0.01, self._failed, process, process.attempt, target, True)
+        elif server.frozen_until > self.now:
+            self.at(self.now + LEASE_S, self._failed, process, process.attempt, target, False)
+        else:
+            connection = process.connection = Connection(process, server, self.now)
+            old = server.incoming.get(process.name)
+            server.incoming[process.name] = connection
+            if old:
+                assert server.candidate
+                server.candidate.on_disconnected(process.name)
+            self._send(connection, SERVER, process.voter.follow())
+            wait = process.search.waiting_time() * self.patience * self.random.uniform(0.8, 1.2)
+            self.at(self.now + wait, self._waited, process, connection)
+            self.at(self.now + LEASE_S / 3, self._heartbeat, connection)
+
+    def _failed(self, process: Process, attempt: int, target: int, is_refused: bool) -> None:
+        if attempt != process.attempt:
+            return
+        if is_refused and process.leader[0] == target:
+            process.voter.on_gone(process.leader[1])
+        self.at(self.now + process.search.on_failed(), self._connect, process)
+
+    def _waited(self, process: Process, connection: Connection) -> None:
+        if process.alive and process.connection is connection and not process.is_accepted:
+            self._leave_candidate(process, process.search.on_failed())
+
+    def _redirected(self, process: Process, connection: Connection) -> None:
+        if process.alive and process.connection is connection and not process.is_accepted:
+            self._leave_candidate(process, 0.0)
+
+    def _leave_candidate(self, process: Process, delay: float) -> None:
+        connection, process.connection = process.connection, None
+        if connection:
+            self._close(connection, CLIENT)
+        process.voter.on_disconnected()
+        self.at(self.now + delay + self.random.random() * 0.01, self._connect, process)
+
+    def _lost(self, process: Process, connection: Connection, *, is_silent: bool) -> None:
+        if process.connection is not connection or not process.alive:
+            return
+        process.connection = None
+        process.voter.on_disconnected()
+        if process.is_accepted:
+            process.is_accepted = False
+            process.search.on_lost(is_silent=is_silent)
+            self._set_leader(process, None)
+            delay = 0.0
+        else:
+            delay = process.search.on_failed()
+        self.at(self.now + delay + 0.025 * self.random.random(), self._connect, process)
+
+    def _close(self, connection: Connection, by: int) -> None:
+        """The other side learns it, if the network lets it."""
+        connection.is_closed_by_server |= by == SERVER
+        hosts = connection.end(by).host, connection.end(1 - by).host
+        when = max(self.now + 0.02, self.blocked.get(hosts, 0.0), connection.times[1 - by])
+        self.at(when, self._closed, connection, 1 - by)
+
+    def _closed(self, connection: Connection, end: int) -> None:
+        at = connection.end(end)
+        if at.frozen_until > self.now:
+            at.backlog.append((self._closed, (connection, end)))
+        elif end == CLIENT:
+            self._lost(at, connection, is_silent=False)
+        elif at.incoming.get(connection.client.name) is connection:
+            del at.incoming[connection.client.name]
+            at.joined.discard(connection.client.name)
+            assert at.candidate
+            at.candidate.on_disconnected(connection.client.name)
+
+    def _heartbeat(self, connection: Connection) -> None:
+        client, server = connection.client, connection.server
+        is_current = client.connection is connection and client.alive
+        if not is_current and server.incoming.get(client.name) is not connection:
+            return
+        is_up = client.alive and server.alive and max(client.frozen_until, server.frozen_until) <= self.now
+        if is_up and not self._is_blocked(client.host, server.host) and is_current:
+            connection.last_received[SERVER] = self.now
+            if not self._is_blocked(server.host, client.host) and not connection.is_closed_by_server:
+                connection.last_received[CLIENT] = self.now
+        if is_current and client.frozen_until <= self.now and self.now - connection.last_received[CLIENT] >= LEASE_S:
+            self._close(connection, CLIENT)
+            self._lost(client, connection, is_silent=True)
+        if server.frozen_until <= self.now and self.now - connection.last_received[SERVER] >= LEASE_S:
+            self._close(connection, SERVER)
+            self._closed(connection, SERVER)
+        self.at(self.now + LEASE_S / 3, self._heartbeat, connection)
+
+    # timers -----------------------------------------------------------------------------------------------------------
+
+    def _arm(self, process: Process) -> None:
+        times = [process.voter.deadline(), process.candidate.deadline() if process.candidate else None]
+        due = min((t for t in times if t is not None), default=None)
+        if due is None:
+            process.timer = None
+            return
+        when = max(self.now, (due - process.offset) / process.rate + 1e-6)
+        if process.timer is None or process.timer <= self.now or when < process.timer:
+            process.timer = when
+            self.at(when, self._tick, process, when)
+
+    def _tick(self, process: Process, when: float) -> None:
+        if process.timer != when or not process.alive:
+            return
+        if process.frozen_until > self.now:
+            process.timer = None  # set again when it thaws
+            return
+        process.timer = None
+        now = self.clock(process)
+        self._vote(process, process.voter.on_tick(now))
+        if process.candidate:
+            self._execute(process, process.candidate.on_tick(now))
+        self._arm(process)
+
+
+def _can_elect(electorate: Electorate, names: set[str], *, is_in_office: bool) -> bool:
+    """Whether these must be able to elect or keep a coordinator."""
+    if electorate.is_first and not is_in_office:
+        return set(electorate.voters) <= names
+    return all(2 * len(names & set(of)) > len(of) for of in (electorate.voters, electorate.outgoing) if of)
+
+
+def check(seed: int) -> None:
+    """Run one schedule; a violation has the transcript and the command to print all of it."""
+    try:
+        SuccessionWorld(seed).run()
+    except Exception as error:
+        lines: list[str] = []
+        with suppress(Exception):
+            SuccessionWorld(seed, lines.append).run()
+        shown = "\n".join(lines[-120:])
+        module = "tests.simulation.succession_world"
+        raise Violation(
+            f"schedule {seed}: {error}\n{shown}\nthe whole transcript: python -m {module} {seed}"
+        ) from error
+
+
+if __name__ == "__main__":
+    SuccessionWorld(int(sys.argv[1]), print).run()
