@@ -397,7 +397,8 @@ class SuccessionWorld:
                     process.joined, process.proposed = set(), {}
                     assert process.candidate
                     if process.candidate.electorate.is_first:
-                        self.is_another_job |= bool(self.announced)  # all candidates were started again
+                        knows = any(p.candidate and not p.voter.electorate.is_first for p in self._living())
+                        self.is_another_job |= bool(self.announced) and not knows
                         self.announced.clear()
                     lost = [r for r, of in self.announced.items() if r > round and of < epoch]
                     require(
