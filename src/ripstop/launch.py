@@ -230,33 +230,17 @@ def _elect_coordinator(
 
     settings = _job_settings(config)
     sinks = [_job_event_file(parts, directory), *_other_sinks(parts, config)]
+    identity = {"node": node.id, "token": config.token, "tls": config.tls}
+    common: dict[str, Any] = {**identity, "sinks": sinks, "on_leader": on_elected}
     link: ElectedLink
     if config.etcd is not None:
         from ripstop.election.etcd_link import EtcdLink  # aiohttp: only with a network
 
-        link = EtcdLink(
-            config.etcd,
-            settings,
-            node=node.id,
-            token=config.token,
-            local_addr=config.local_addr,
-            tls=config.tls,
-            sinks=sinks,
-            on_leader=on_elected,
-        )
+        link = EtcdLink(config.etcd, settings, local_addr=config.local_addr, **common)
     else:
         from ripstop.election.succession_link import SuccessionLink
 
-        link = SuccessionLink(
-            config.successors,
-            settings,
-            node=node.id,
-            token=config.token,
-            bound=bound,
-            tls=config.tls,
-            sinks=sinks,
-            on_leader=on_elected,
-        )
+        link = SuccessionLink(config.successors, settings, bound=bound, **common)
     return _CoordinatorAccess(link, link.failed)
 
 

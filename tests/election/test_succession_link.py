@@ -178,6 +178,11 @@ class FalseCandidate:
     def receive(self, message: object) -> None:
         self.received.append(message)
 
+    node = "n0"
+
+    def renew(self) -> None:
+        pass
+
     def detach(self, *, returning: bool = False) -> None:
         pass
 
@@ -230,7 +235,7 @@ async def test_a_link_reports_that_an_address_refuses_connections() -> None:
         done.set()
 
     address = Address("127.0.0.1", free_port())
-    link = WebSocketLink(address, run_id="job", node="n", token="", lease=1.0, max_nodes=2, on_failed=on_failed)
+    link = WebSocketLink(address, run_id="job", node="n", token="", lease=1.0, max_nodes=3, on_failed=on_failed)
     link.open(Recorder())
     async with asyncio.timeout(20):
         await done.wait()

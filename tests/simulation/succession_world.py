@@ -7,7 +7,7 @@ in one mix they also jump.  The coordinator of the moment forms rounds at random
 
 1.  At most one process holds the office (not with jumping clocks, which break leases; all other rules hold then, too).
 2.  A new coordinator knows every committed round.  Rounds of a higher epoch have higher numbers, and no number is used
-    twice.  So no two coordinators commit a round for the same job state.
+    twice.  (If all agents of the list are started again at the same time, they start another job.)
 3.  A node starts rounds in the order of their numbers.
 
 Faults stop at some time.  If a majority of the newest electorate is alive then, with a candidate, all nodes follow one
@@ -149,6 +149,7 @@ class SuccessionWorld:
         self.latencies: dict[tuple[int, int], float] = {}
         self.is_calm, self.calm_at = False, 0.0
         self.offices = 0
+        self.is_another_job = False  # rule 2 holds for one job; all agents of the list were lost at the same time
         for host in range(self.hosts):
             self.at(random.random() * random.choice((0.1, 2.0)), self._start, host)
         when = 1.0 + random.random() * 3.0
@@ -365,8 +366,8 @@ class SuccessionWorld:
         assert leader.candidate
         epoch = leader.candidate.epoch
         require(round in leader.proposed, f"{leader.name} announces {round}: {leader.proposed}")
-        require(round not in self.announced, f"round {round} is committed twice")
-        for other, of in self.announced.items():
+        require(round not in self.announced or self.is_another_job, f"round {round} is committed twice")
+        for other, of in self.announced.items() if not self.is_another_job else ():
             require(
                 (of <= epoch) if other < round else (of >= epoch), f"{epoch}:{round} and {of}:{other} are committed"
             )
@@ -396,9 +397,14 @@ class SuccessionWorld:
                     process.joined, process.proposed = set(), {}
                     assert process.candidate
                     if process.candidate.electorate.is_first:
-                        self.announced.clear()  # all candidates were started again: it is another job
+                        knows = any(p.candidate and not p.voter.electorate.is_first for p in self._living())
+                        self.is_another_job |= bool(self.announced) and not knows
+                        self.announced.clear()
                     lost = [r for r, of in self.announced.items() if r > round and of < epoch]
-                    require(not lost, f"{process.name} leads from round {round}, and does not know {lost}")
+                    require(
+                        not lost or self.is_another_job,
+                        f"{process.name} leads from round {round}, and does not know {lost}",
+                    )
                 case StepDown(why):
                     has_settled = self.is_calm and self.now > self.calm_at + 5 * LEASE_S
                     require(not (has_settled and "renew" in why), f"{process.name} steps down without a fault: {why}")

@@ -55,16 +55,17 @@ def a_worker_that_failed_goes_on_in_place(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_heartbeat_renews_no_lease(patch: pytest.MonkeyPatch) -> None:
-    original = Job._on_message
+    for name in ("_on_message", "renew"):
+        original = getattr(Job, name)
 
-    def on_message(job: Job, node: str, message: Any, now: float) -> Any:
-        before = dict(job.liveness._last_received)
-        out = original(job, node, message, now)
-        if node in before and node in job.liveness._last_received:
-            job.liveness._last_received = {n: before.get(n, t) for n, t in job.liveness._last_received.items()}
-        return out
+        def without_renewal(job: Job, node: str, *rest: Any, original: Any = original) -> Any:
+            before = dict(job.liveness._last_received)
+            out = original(job, node, *rest)
+            if node in before and node in job.liveness._last_received:
+                job.liveness._last_received = {n: before.get(n, t) for n, t in job.liveness._last_received.items()}
+            return out
 
-    patch.setattr(Job, "_on_message", on_message)
+        patch.setattr(Job, name, without_renewal)
 
 
 def the_first_round_waits_for_no_node(patch: pytest.MonkeyPatch) -> None:
@@ -141,9 +142,9 @@ def a_lost_assignment_is_not_sent_again(patch: pytest.MonkeyPatch) -> None:
 def an_agent_starts_any_round(patch: pytest.MonkeyPatch) -> None:
     original = Agent._on_assign
 
-    def assigned(agent: Agent, place: Any, why: str) -> Any:
+    def assigned(agent: Agent, place: Any, why: str, now: float) -> Any:
         agent._newest_round = min(agent._newest_round, place.round - 1)
-        return original(agent, place, why)
+        return original(agent, place, why, now)
 
     patch.setattr(Agent, "_on_assign", assigned)
 

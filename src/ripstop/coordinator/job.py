@@ -160,7 +160,7 @@ class Job:
 
     def _on_message(self, node: str, message: messages.FromAgent, now: float) -> None:
         if self.phase is Phase.CLOSED:
-            self._on_message_after_end(node, message, now)
+            job_end.on_message(self, node, message, now)
             return
         if isinstance(message, messages.Join):
             self._on_join(node, message, now)
@@ -202,17 +202,6 @@ class Job:
         if now_complete is not None and (before is None or before.round < now_complete.round):
             size = self.replication.set_bytes(report.state)
             self.events.append(events.StateReplicated(report.round, report.state, now_complete.number, size))
-
-    def _on_message_after_end(self, name: str, message: messages.FromAgent, now: float) -> None:
-        assert self.report is not None
-        match message:
-            case messages.Join(node=node):
-                self.membership.join_after_end(name, node, now)
-                self.send(name, messages.Closed(self.report))
-            case messages.Left():
-                if name in self.members:
-                    self.membership.remove(name, now)
-                self.commands.append(Disconnect(name))
 
     def _on_join(self, node: str, join: messages.Join, now: float) -> None:
         staying = (member.node for name, member in self.members.items() if not self.liveness.is_departing(name))

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from ripstop.coordinator.job_types import JobEnded
+from ripstop.coordinator.job_types import Disconnect, JobEnded
 from ripstop.model.events import JobClosed, JobClosing
 from ripstop.model.failure import JobReport
 from ripstop.model.round import Outcome
 from ripstop.model.status import Phase
 from ripstop.protocol.limits import truncate_reason
-from ripstop.protocol.messages import Closed, Closing
+from ripstop.protocol.messages import Closed, Closing, FromAgent, Join, Left
 
 if TYPE_CHECKING:
     from ripstop.coordinator.job import Job
@@ -66,3 +66,16 @@ def report_deadline(job: "Job") -> float:
 
 def end_deadline(job: "Job") -> float:
     return job.phase_since + FINAL_REPORT_TIMEOUT_S
+
+
+def on_message(job: "Job", name: str, message: FromAgent, now: float) -> None:
+    """A message after the end."""
+    assert job.report is not None
+    match message:
+        case Join(node=node):
+            job.membership.join_after_end(name, node, now)
+            job.send(name, Closed(job.report))
+        case Left():
+            if name in job.members:
+                job.membership.remove(name, now)
+            job.commands.append(Disconnect(name))
