@@ -107,6 +107,18 @@ async def test_agents_elect_one_coordinator_and_form_a_round() -> None:
 
 
 @in_loop
+async def test_heartbeats_alone_keep_nodes_in_the_round_of_an_elected_coordinator() -> None:
+    async with agents() as (_, made):
+        for agent in made:
+            await agent.assigned(1)
+        await asyncio.sleep(3 * SETTINGS.timing.lease)
+        assert [agent.heard.count("linked") for agent in made] == [1, 1, 1]
+        coordinator = leader(made).link._host
+        assert coordinator is not None and coordinator.job is not None
+        assert coordinator.job.status().round == 1 and len(coordinator.job.status().nodes) == 3
+
+
+@in_loop
 async def test_a_successor_is_elected_when_the_coordinator_dies() -> None:
     async with agents() as (_, made):
         for agent in made:
