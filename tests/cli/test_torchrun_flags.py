@@ -17,6 +17,7 @@ OURS_ALONE = {
     *("--standby", "--standby-warmup", "--notify-url"),
     *("--quiet", "--log-level", "--log-format"),
     *("--replicate", "--replicate-bandwidth", "--allow-chaos"),
+    *("--straggler", "--straggler-factor", "--straggler-time"),
 }
 TORCHS_SINCE_2_12 = {
     "--duplicate-stdout-filters",

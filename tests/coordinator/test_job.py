@@ -24,6 +24,7 @@ from ripstop.coordinator.job_types import (
     Progressed,
     RecordEvent,
     Send,
+    StragglerFound,
     Tick,
 )
 from ripstop.coordinator.liveness import LATE_TICK_S, RECONNECT_TIMEOUT_S
@@ -412,6 +413,17 @@ def test_a_spare_is_promoted() -> None:
     job = running("a", "b", low=2)
     receive(job, "c", join(job, "c"), 5.0)
     assert assigned(receive(job, "b", Left("bye"), 6.0)) == {"a": 0, "c": 1}
+
+
+def test_a_spare_takes_the_place_of_a_straggler_and_nothing_is_charged() -> None:
+    job = running("a", "b", high=2)
+    slow = StragglerFound("b", 1, "the other ranks wait for rank 1")
+    assert on(job, slow, 2.0) == []  # no spare is ready
+    receive(job, "c", join(job, "c"), 3.0)
+    offer_anew(job, "a", 3.0)
+    assert on(job, StragglerFound("b", 7, "of another round"), 4.0) == []
+    assert assigned(on(job, slow, 5.0)) == {"a": 0, "c": 1}
+    assert (job.restarts.used, job.status(5.0).nodes[1].state) == (0, NodeState.QUARANTINED)
 
 
 def test_a_new_node_gets_no_place_when_the_job_is_about_to_finish() -> None:

@@ -39,7 +39,7 @@ from ripstop.diagnostics.stack_dump import DUMP_SIGNAL, dump_stack
 from ripstop.logs.console import Console
 from ripstop.logs.directory import LogDirectory, LogsSource, RoundLogs
 from ripstop.model import events
-from ripstop.model.config import RunConfig, Script
+from ripstop.model.config import RunConfig, Script, StragglerMode
 from ripstop.model.errors import StartError
 from ripstop.model.failure import Failure
 from ripstop.model.fault_injection import EXIT_SIGNAL
@@ -287,6 +287,7 @@ class RoundRunner:
             virtual_local_rank=self._config.virtual_local_rank,
             timer_pipe=self._config.timer_pipe,
             socket=self._reports.path,
+            finds_stragglers=self._config.stragglers.mode is not StragglerMode.OFF,
         )
 
     def _process_spec(self, round: Round, local_rank: int) -> ProcessSpec:

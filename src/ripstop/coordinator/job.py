@@ -119,6 +119,9 @@ class Job:
                 pass
             case job_types.Progressed(node, round):
                 self.progressed |= round == self.round and node in self.places  # rule 2
+            case job_types.StragglerFound(node, round, why):
+                if round == self.round and self.phase is Phase.RUNNING:  # rule 2
+                    self._replace(node, why, now)
             case command:
                 self._on_operator_command(command, now)
         self._remove_expired(now)
@@ -282,6 +285,12 @@ class Job:
                 self.formation.scale(nodes)
             case operator.StopJob(why):
                 job_end.close(self, Outcome.STOPPED, why, now)
+
+    def _replace(self, node: str, why: str, now: float) -> None:
+        """Let a spare take the place of a slow node, if one is ready."""
+        can_leave = node in self.places and node in self.membership.eligible and not self.succeeded
+        if can_leave and self.membership.waiting:
+            self.events += self.membership.isolate(node, why, now)
 
     # failures ---------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from ripstop.model.round import Place
 
 TIMER_FILE = "TORCHELASTIC_TIMER_FILE"  # the path of the timer pipe, for workers and agents
 SOCKET = "RIPSTOP_SOCKET"  # `train/reports.py` reads it
+STRAGGLER = "RIPSTOP_STRAGGLER"  # "off": `train/step_profile.py` makes no profiles
 
 
 def shared_environment(base: Mapping[str, str], slots: int) -> dict[str, str]:
@@ -50,6 +51,7 @@ def worker_environment(
     virtual_local_rank: bool = False,
     timer_pipe: Path | None = None,
     socket: str = "",
+    finds_stragglers: bool = True,
 ) -> dict[str, str]:
     """The complete environment of one worker.  On `socket`, if any, it reports its progress to the agent.
 
@@ -57,6 +59,8 @@ def worker_environment(
     """
     timers = {TIMER_FILE: str(timer_pipe)} if timer_pipe else {}
     reports = {SOCKET: socket} if socket else {}
+    if socket and not finds_stragglers:
+        reports[STRAGGLER] = "off"
     return (
         local_environment(base, place.slots, local_rank, virtual_local_rank=virtual_local_rank)
         | {

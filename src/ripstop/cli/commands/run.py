@@ -12,7 +12,16 @@ from msgspec.structs import asdict
 
 from ripstop.cli.options.devices import bindings, note_omp_threads, virtual_local_rank, workers_per_node
 from ripstop.cli.options.flags import Flag, ParsedArguments, parse
-from ripstop.cli.options.job import JOB_FLAGS, allow_chaos, budget, certificates, no_secret_warning, notify_url, own_log
+from ripstop.cli.options.job import (
+    JOB_FLAGS,
+    allow_chaos,
+    budget,
+    certificates,
+    no_secret_warning,
+    notify_url,
+    own_log,
+    stragglers,
+)
 from ripstop.cli.options.monitoring import hang_timeout, health, probe_port, timer_pipe
 from ripstop.cli.options.output import checkpoints, event_handler, logs
 from ripstop.cli.options.program import entrypoint, preload, shutdown_timeout, standby, start_method
@@ -92,8 +101,12 @@ failures
   --restart-backoff TIME      longest delay before a restart if workers fail again within seconds; 0: no delay (30)
   --hang-timeout TIME         if a worker makes no progress for this time, diagnose the hang and restart; 0: never (0)
   --max-infra-restarts N      how often the job may restart after hangs in one hour; not part of --max-restarts (3)
-  --notify-url URL            send a message to this webhook (Slack or other) when the job ends, hangs, or has few
-                              restarts left; the coordinator's node sends it
+  --straggler HOW             if the other ranks wait for a slow one: report it; replace its node by a spare, if one is
+                              ready; or off (report)
+  --straggler-factor NUMBER   how many times longer steps take because of a straggler (1.5)
+  --straggler-time TIME       for how long, until it is reported (2m)
+  --notify-url URL            send a message to this webhook (Slack or other) when the job ends, hangs, has a straggler
+                              or few restarts left; the coordinator's node sends it
   --allow-chaos               let operators inject faults into this node (ripstop chaos)
   --shutdown-timeout TIME     time between SIGTERM and SIGKILL when workers are stopped (30)
   --signals-to-handle NAME,…  signals that stop this node and its workers (SIGTERM,SIGINT,SIGHUP,SIGQUIT)
@@ -324,6 +337,7 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         api=api,
         probe_port=probe_port(args, environ),
         termination_log=Path(file) if (file := environ.get("RIPSTOP_TERMINATION_LOG")) else None,
+        stragglers=stragglers(args, notes),
         allow_chaos=allow_chaos(args, notes),
         linger="--linger" in args,
         notes=(*notes, *timeout_notes, *token_notes),
