@@ -663,7 +663,7 @@ def test_a_node_whose_hold_was_lost_with_its_connection_gets_it_again() -> None:
 
 def test_a_failure_beyond_the_budget_closes_the_job() -> None:
     job = running("a", "b", restarts=0)
-    why = "rank 1 on host exited with code 1; 0 of 0 restarts in all are spent"
+    why = "rank 1 on host exited with code 1; no restart is allowed (--max-restarts=0)"
     assert receive(job, "b", Failed(1, (crash(1),)), 5.0) == [
         Send("a", Closing(why, Outcome.FAILED)),
         Send("b", Closing(why, Outcome.FAILED)),
@@ -1553,7 +1553,7 @@ def test_a_crash_during_a_diagnosis_is_a_failure_as_usual() -> None:
     receive(job, "a", Failed(1, (hang(0),)), 100.0)
     commands = receive(job, "b", Failed(1, (crash(1),)), 100.1)
     assert [c.message.why for c in commands if isinstance(c, Send) and isinstance(c.message, Closing)] == [
-        "rank 1 on host exited with code 1; 0 of 0 restarts in all are spent"
+        "rank 1 on host exited with code 1; no restart is allowed (--max-restarts=0)"
     ] * 2
 
 
@@ -1563,7 +1563,7 @@ def test_a_spent_infrastructure_budget_fails_the_job_and_names_the_suspect() -> 
         job.on(NodeMessage(name, join(job, name)), 0.0)
     receive(job, "a", Failed(1, (hang(0),)), 100.0)
     commands = receive(job, "b", Inspected(1, (hang(1, waits=False),)), 100.1)
-    why = f"{DIAGNOSIS}; 0 of 0 infrastructure restarts in 3600 s are spent"
+    why = f"{DIAGNOSIS}; no infrastructure restart is allowed (--max-infra-restarts=0)"
     assert commands == [Send(name, Closing(why)) for name in ("a", "b")]
 
 

@@ -273,7 +273,7 @@ class Coordinator:
                         self._fail_queries(node)
                         session.close()
                 case job_types.RecordEvent(recorded):
-                    self.record(recorded)
+                    self.record(recorded, logging.DEBUG if self._is_logged_by_own_agent(recorded) else logging.INFO)
                 case job_types.JobEnded(report):
                     if not self.ended.done():
                         self.ended.set_result(report)
@@ -282,6 +282,13 @@ class Coordinator:
         is_heartbeat = isinstance(event, job_types.NodeMessage) and isinstance(event.message, Heartbeat)
         if commands or self._timer is None or not is_heartbeat:
             self._arm()
+
+    def _is_logged_by_own_agent(self, event: events.Event) -> bool:
+        """Whether the agent in this process writes a line about the same fact: it has a place in the round."""
+        match event:
+            case events.RoundFormed() | events.JobClosing() | events.JobClosed():
+                return self.settings.own in self._job.places
+        return False
 
     def _send(self, session: Session, message: FromCoordinator) -> None:
         """A message that cannot be encoded closes only this node's connection."""

@@ -6,7 +6,7 @@ from ripstop.model.events import Event
 MAX_LISTED = 5  # names in one line
 
 LOG_LINES: dict[type[Event], str] = {
-    events.NodeJoined: "node={0.name} joined from {0.host} with {0.slots} slots",
+    events.NodeJoined: "node={0.name} joined from {0.host} workers={0.slots}",
     events.NodeRejected: "node={0.name} rejected: {0.why}",
     events.NodeLeaving: "node={0.name} is leaving: {0.why}",
     events.NodeGone: "node={0.name} {0.why}",
