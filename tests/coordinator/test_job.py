@@ -61,8 +61,11 @@ from ripstop.protocol.messages import (
     Inspect,
     Inspected,
     Join,
+    LastCommit,
+    LastCommitMade,
     Leaving,
     Left,
+    MakeLastCommit,
     Problems,
     Ready,
     Rejected,
@@ -424,6 +427,40 @@ def test_a_spare_takes_the_place_of_a_straggler_and_nothing_is_charged() -> None
     assert on(job, StragglerFound("b", 7, "of another round"), 4.0) == []
     assert assigned(on(job, slow, 5.0)) == {"a": 0, "c": 1}
     assert (job.restarts.used, job.status(5.0).nodes[1].state) == (0, NodeState.QUARANTINED)
+
+
+def leave_with_notice(low: int = 1, **more: int) -> tuple[Job, list[JobCommand]]:
+    """Node b of three leaves with notice."""
+    job = running("a", "b", "c", low=low, **more)
+    offer_anew(job, "a", 2.0)
+    return job, receive(job, "b", Leaving("SIGTERM", is_planned=True), 3.0)
+
+
+def test_a_round_ends_when_all_nodes_have_made_its_last_commit_and_nothing_is_charged() -> None:
+    job, commands = leave_with_notice()
+    asked = [command.node for command in commands if command == Send(getattr(command, "node", ""), MakeLastCommit(1))]
+    assert asked == ["a", "b", "c"]
+    made = LastCommitMade(1, (LastCommit("state", 7, needs_copies=False),))
+    assert receive(job, "a", made, 4.0) == receive(job, "b", made, 4.1) == []
+    assert receive(job, "c", LastCommitMade(3, made.commits), 4.2) == []  # of another round
+    commands = receive(job, "c", made, 4.3)
+    assert job.why == "node b leaves: SIGTERM; all ranks have commit 7"
+    assert assigned(commands) == {"a": 0, "c": 1} and "b" in held(commands)
+    assert job.restarts.used == 0
+
+
+def test_a_node_that_the_job_needs_does_not_wait_for_a_last_commit() -> None:
+    _, commands = leave_with_notice(low=3)
+    assert held(commands) == {"b": 1} and not any(MakeLastCommit(1) == getattr(c, "message", None) for c in commands)
+
+
+def test_a_leaving_node_does_not_wait_if_a_node_cannot_make_the_last_commit() -> None:
+    job, _ = leave_with_notice()
+    (command,) = receive(job, "c", LastCommitMade(1, why_not="a worker has several States"), 4.0)
+    assert command == Send("b", StandBy(1, "SIGTERM; no common commit: a worker has several States"))
+    made = LastCommitMade(1, (LastCommit("state", 7, needs_copies=False),))
+    assert [receive(job, name, made, 5.0) for name in "abc"] == [[], [], []]
+    assert assigned(receive(job, "b", Left("SIGTERM"), 6.0)) == {"a": 0, "c": 1}
 
 
 def test_a_new_node_gets_no_place_when_the_job_is_about_to_finish() -> None:

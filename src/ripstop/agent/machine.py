@@ -10,7 +10,10 @@
 4.  Healthy workers continue while the coordinator is unreachable.  An agent that needs the coordinator gives up after a
     timeout.  It exits 0 if all its workers have succeeded by then.
 5.  On a signal the agent leaves: it reports that, stops its workers with the same signal, and exits 128 + n.  A second
-    signal kills the workers immediately; the same one within a second does not, because srun may pass on a copy.
+    signal kills the workers immediately; the same one within a second does not, because srun may pass on a copy.  If
+    the workers have a `train.State`, and the signal is not from a terminal, they first make a last commit together with
+    the other nodes' workers: the coordinator asks for it, and then gives this node no place.  An operator's drain and a
+    preemption notice do the same.  There is a deadline.
 6.  A node offers itself to the job only after it has passed one health check; it gives up if none passes within the
     join timeout.  Later it only reports its problems: the coordinator decides if the job needs the node anyway.
 7.  A node that is ready offers a port for the store of a later round.  An offer is valid for one connection and one
@@ -18,24 +21,29 @@
     port that the user fixed is opened once, before the first round; a later round opens it again when it starts.
 """
 
-from enum import Enum
-
-from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ripstop.agent.activity import Activity, ActivityKind
 from ripstop.agent.health.assessment import HealthProblem
 from ripstop.agent.machine_io import (
+    REPORTED_STATUS,
+    SIGTERM,
+    TERMINAL_SIGNALS,
     AgentCommand,
     AgentInput,
+    AgentSettings,
     CoordinatorConnected,
     CoordinatorLost,
     CoordinatorMessage,
     ExitAgent,
+    FirstCommit,
     HealthChecked,
     InspectWorkers,
+    LastCommitDone,
     LogLine,
+    MakeLastCommit,
     OpenStorePort,
+    PreemptionNoticed,
     SendToCoordinator,
     SignalReceived,
     StartWorkers,
@@ -45,13 +53,15 @@ from ripstop.agent.machine_io import (
     WarmupDone,
     WorkersFailed,
     WorkersInspected,
+    WorkersState,
     WorkersStopped,
     WorkersSucceeded,
+    signal_name,
 )
 from ripstop.diagnostics.failure_ranking import trim
-from ripstop.model.config import Timing
 from ripstop.model.failure import Failure, JobReport
-from ripstop.model.round import Node, Outcome, Place, RankBy
+from ripstop.model.round import Outcome, Place
+from ripstop.protocol import messages
 from ripstop.protocol.messages import (
     Assign,
     Closed,
@@ -63,6 +73,7 @@ from ripstop.protocol.messages import (
     Inspect,
     Inspected,
     Join,
+    LastCommitMade,
     Leaving,
     Left,
     Problems,
@@ -74,41 +85,9 @@ from ripstop.protocol.messages import (
     Succeeded,
 )
 
-SIGTERM = 15
-SIGNAL_NAMES = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 10: "SIGUSR1", 12: "SIGUSR2", SIGTERM: "SIGTERM"}
 FINAL_REPORT_TIMEOUT_S = 5.0  # wait for the coordinator's report when the job's end is known without it
 REPEATED_SIGNAL_S = 1.0
 WAIT_LOG_DELAY_S = 5.0  # a shorter wait for the coordinator is not logged
-
-
-class AgentSettings(Struct, frozen=True):
-    """This node and the job's settings.  `node.host` may be empty until the link finds this node's address."""
-
-    node: Node
-    min_nodes: int
-    max_nodes: int
-    timing: Timing = field(default_factory=Timing)
-    rank_by: RankBy = RankBy.JOIN
-    health_interval: float = 30.0
-    store_port: int = 0  # the port that the user fixed for the store; 0: a new free port for every round
-
-
-class WorkersState(Enum):
-    """The state of this node's workers."""
-
-    IDLE = "idle"
-    RUNNING = "running"
-    FAILED = "failed"
-    SUCCEEDED = "succeeded"
-    STOPPING = "stopping"
-    OVER = "over"
-
-
-REPORTED_STATUS = {
-    WorkersState.RUNNING: Status.RUNNING,
-    WorkersState.FAILED: Status.FAILED,
-    WorkersState.SUCCEEDED: Status.SUCCEEDED,
-}
 
 
 class Agent:
@@ -133,6 +112,8 @@ class Agent:
         self._failures: tuple[Failure, ...] = ()
         self._leave_signal = 0
         self._signalled_at = 0.0
+        self._leave_at: float | None = None  # without a last commit, at this time
+        self._state_round = 0  # the last round whose workers have a State
         self._closing: Closing | None = None
         self._exit: ExitAgent | None = None  # to execute when the workers have stopped
         self._is_connected = False
@@ -159,6 +140,7 @@ class Agent:
         if self.state in (WorkersState.STOPPING, WorkersState.OVER):
             return None
         times = [] if self._unhealthy_since is None else [self._unhealthy_since + self._settings.timing.join]
+        times += [] if self._leave_at is None else [self._leave_at]
         if self._waiting_since is not None:
             timeout = self._coordinator_timeout()
             times.append(self._waiting_since + (timeout if self._is_wait_logged else min(WAIT_LOG_DELAY_S, timeout)))
@@ -216,7 +198,7 @@ class Agent:
             case CoordinatorLost(why):
                 return self._on_disconnected(why)
             case CoordinatorMessage(message):
-                return self._on_message(message)
+                return self._on_message(message, now)
             case WarmupDone():
                 self._is_warm = True
                 return self._offer_store_port()
@@ -235,8 +217,14 @@ class Agent:
                 return self._send(Succeeded(round))
             case WorkersStopped(round) if self._has_workers_of(round) and self.state is WorkersState.STOPPING:
                 return self._on_workers_stopped()
+            case FirstCommit(round):
+                self._state_round = round
+            case LastCommitDone(round, commits, why_not):
+                return self._send(LastCommitMade(round, commits, why_not))
             case SignalReceived(signum):
                 return self._on_signal(signum, now)
+            case PreemptionNoticed(source) if not self._is_leaving():
+                return self._on_signal(SIGTERM, now, f"preemption notice in {source}")
             case Tick():
                 due = self.deadline()
                 if due is not None and now >= due:
@@ -318,6 +306,10 @@ class Agent:
         return [SendToCoordinator(message)] if self._is_connected else []  # rule 3: the next Join reports it
 
     def _on_timeout(self, now: float) -> list[AgentCommand]:
+        if self._leave_at is not None and now >= self._leave_at:
+            limit = f"{self._settings.drain_timeout:g} s"
+            why = f"no common commit of all ranks in {limit}: leaving; the others continue from their newest commit"
+            return [LogLine(why, is_warning=True), *self._stop(why, self._leave_signal or SIGTERM)]
         if self._unhealthy_since is not None and now >= self._unhealthy_since + self._settings.timing.join:
             problems = "; ".join(self._problem_texts())
             return self._exit_with(ExitAgent(1, f"unhealthy for {self._join_timeout()}: {problems}"))
@@ -358,14 +350,17 @@ class Agent:
 
     # messages from the coordinator ------------------------------------------------------------------------------------
 
-    def _on_message(self, message: FromCoordinator) -> list[AgentCommand]:
+    def _on_message(self, message: FromCoordinator, now: float) -> list[AgentCommand]:
         match message:
             case Assign(place, why):
                 return self._on_assign(place, why)
             case StandBy(round, why):
                 return self._on_stand_by(round, why)
             case Drain(why):
-                return self._on_drain(why)
+                return self._on_drain(why, now)
+            case messages.MakeLastCommit(round):
+                is_running = self._has_workers_of(round) and self.state is WorkersState.RUNNING
+                return [MakeLastCommit(round)] if is_running else []
             case Inspect(round):
                 exist = self._has_workers_of(round) and self.state in (WorkersState.RUNNING, WorkersState.FAILED)
                 return [InspectWorkers(round)] if exist else self._send(Inspected(round))
@@ -424,7 +419,7 @@ class Agent:
         """Stop the workers, unless there are none or they are being stopped."""
         if self.state in (WorkersState.IDLE, WorkersState.STOPPING) or self.place is None:
             return []
-        self.state = WorkersState.STOPPING
+        self.state, self._leave_at = WorkersState.STOPPING, None
         return [StopWorkers(self.place.round, signum, self._settings.timing.shutdown, why)]
 
     def _on_workers_stopped(self) -> list[AgentCommand]:
@@ -449,29 +444,41 @@ class Agent:
     def _is_leaving(self) -> bool:
         return bool(self._leave_signal or self._closing or self._exit)
 
-    def _on_signal(self, signum: int, now: float) -> list[AgentCommand]:
-        if self._leave_signal:
-            is_repeated = signum == self._leave_signal and now - self._signalled_at < REPEATED_SIGNAL_S
-            if is_repeated or self.state is not WorkersState.STOPPING or self.place is None:
+    def _on_signal(self, signum: int, now: float, why: str = "") -> list[AgentCommand]:
+        if signum == self._leave_signal and now - self._signalled_at < REPEATED_SIGNAL_S:
+            return []
+        if self._leave_signal and self._leave_at is None:
+            if self.state is not WorkersState.STOPPING or self.place is None:
                 return []
-            return [
-                LogLine("second signal: killing the workers"),
-                StopWorkers(self.place.round, signum, 0.0, "second signal"),
-            ]
-        self._leave_signal = signum
-        self._signalled_at = now
-        self._next = None
-        why = signal_name(signum)
+            kill = StopWorkers(self.place.round, signum, 0.0, "second signal")
+            return [LogLine("second signal: killing the workers"), kill]
+        why, is_second = why or signal_name(signum), self._leave_at is not None
+        self._leave_signal, self._signalled_at, self._next = signum, now, None
+        if signum not in TERMINAL_SIGNALS and not is_second and (out := self._plan_to_leave(why, now)):
+            return out
         out = self._send(Leaving(why))
         if self.state is WorkersState.IDLE:
             return [*out, *self._exit_with(ExitAgent(128 + signum, why))]
         return [*out, LogLine(f"{why}: stopping the workers and leaving"), *self._stop(why, signum)]
 
-    def _on_drain(self, why: str) -> list[AgentCommand]:
+    def _on_drain(self, why: str, now: float) -> list[AgentCommand]:
         """Leave because an operator asked for it; the exit code is 0."""
         if self._is_leaving():
             return []
+        if out := self._plan_to_leave(why, now):
+            self._exit, self._next = ExitAgent(0, why), None
+            return out
         return [*self._send(Leaving(why)), LogLine(f"{why}: leaving"), *self._exit_with(ExitAgent(0, why))]
+
+    def _plan_to_leave(self, why: str, now: float) -> list[AgentCommand]:
+        """Leave after a last commit, if the workers can make one (rule 5); empty if they cannot."""
+        place, timeout = self.place, self._settings.drain_timeout
+        has_state = place is not None and place.group_size > 1 and self._state_round == place.round
+        if not (timeout and has_state and self._is_connected and self.state is WorkersState.RUNNING):
+            return []
+        self._leave_at = now + timeout
+        log = LogLine(f"{why}: leaving after a commit of all ranks, in {timeout:g} s at the latest")
+        return [SendToCoordinator(Leaving(why, is_planned=True)), log]
 
     def _on_closed(self, report: JobReport) -> list[AgentCommand]:
         has_succeeded = report.outcome is Outcome.SUCCEEDED
@@ -491,7 +498,3 @@ class Agent:
             return self._stop(end.why)
         self.state = WorkersState.OVER
         return [*self._send(Left(self._exit.why or f"exit {self._exit.code}")), self._exit]
-
-
-def signal_name(signum: int) -> str:
-    return SIGNAL_NAMES.get(signum, f"signal {signum}")

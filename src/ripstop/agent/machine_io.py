@@ -1,11 +1,54 @@
-"""The inputs and commands of the agent's state machine (`machine.py`).  Pure data."""
+"""The settings, inputs and commands of the agent's state machine (`machine.py`).  Pure data."""
 
-from msgspec import Struct
+from enum import Enum
+
+from msgspec import Struct, field
 
 from ripstop.agent.health.assessment import HealthProblem
+from ripstop.model.config import Timing
 from ripstop.model.failure import Failure, JobReport
-from ripstop.model.round import Place
-from ripstop.protocol.messages import FromAgent, FromCoordinator
+from ripstop.model.round import Node, Place, RankBy
+from ripstop.protocol.messages import FromAgent, FromCoordinator, LastCommit, Status
+
+SIGTERM = 15
+SIGNAL_NAMES = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 10: "SIGUSR1", 12: "SIGUSR2", SIGTERM: "SIGTERM"}
+TERMINAL_SIGNALS = (2, 3)  # SIGINT, SIGQUIT: a person waits
+
+
+class AgentSettings(Struct, frozen=True):
+    """This node and the job's settings.  `node.host` may be empty until the link finds this node's address."""
+
+    node: Node
+    min_nodes: int
+    max_nodes: int
+    timing: Timing = field(default_factory=Timing)
+    rank_by: RankBy = RankBy.JOIN
+    health_interval: float = 30.0
+    drain_timeout: float = 20.0  # for a last commit, before this node leaves; 0: it leaves at once
+    store_port: int = 0  # the port that the user fixed for the store; 0: a new free port for every round
+
+
+class WorkersState(Enum):
+    """The state of this node's workers."""
+
+    IDLE = "idle"
+    RUNNING = "running"
+    FAILED = "failed"
+    SUCCEEDED = "succeeded"
+    STOPPING = "stopping"
+    OVER = "over"
+
+
+REPORTED_STATUS = {
+    WorkersState.RUNNING: Status.RUNNING,
+    WorkersState.FAILED: Status.FAILED,
+    WorkersState.SUCCEEDED: Status.SUCCEEDED,
+}
+
+
+def signal_name(signum: int) -> str:
+    return SIGNAL_NAMES.get(signum, f"signal {signum}")
+
 
 # inputs ---------------------------------------------------------------------------------------------------------------
 
@@ -71,6 +114,26 @@ class WorkersStopped(Struct, frozen=True):
     round: int
 
 
+class FirstCommit(Struct, frozen=True):
+    """A worker of this round has a `train.State` and makes its first commit."""
+
+    round: int
+
+
+class LastCommitDone(Struct, frozen=True):
+    """All workers of this round wait after its last commit, or cannot make it."""
+
+    round: int
+    commits: tuple[LastCommit, ...] = ()
+    why_not: str = ""
+
+
+class PreemptionNoticed(Struct, frozen=True):
+    """This machine will be taken away, says this file or URL."""
+
+    source: str
+
+
 class SignalReceived(Struct, frozen=True):
     """The agent received a signal that asks it to end."""
 
@@ -83,7 +146,8 @@ class Tick(Struct, frozen=True):
 
 AgentInput = (
     CoordinatorConnected | CoordinatorLost | CoordinatorMessage | WarmupDone | HealthChecked | StorePortReady
-    | WorkersFailed | WorkersInspected | WorkersSucceeded | WorkersStopped | SignalReceived | Tick
+    | WorkersFailed | WorkersInspected | WorkersSucceeded | WorkersStopped | FirstCommit | LastCommitDone
+    | PreemptionNoticed | SignalReceived | Tick
 )  # fmt: skip
 
 
@@ -123,6 +187,12 @@ class StopWorkers(Struct, frozen=True):
     why: str
 
 
+class MakeLastCommit(Struct, frozen=True):
+    """Let the workers of this round make one more commit, and wait; then report `LastCommitDone`."""
+
+    round: int
+
+
 class InspectWorkers(Struct, frozen=True):
     """Read the workers' stacks, then report `WorkersInspected`."""
 
@@ -144,4 +214,7 @@ class ExitAgent(Struct, frozen=True):
     report: JobReport | None = None
 
 
-AgentCommand = SendToCoordinator | OpenStorePort | StartWorkers | StopWorkers | InspectWorkers | LogLine | ExitAgent
+AgentCommand = (
+    SendToCoordinator | OpenStorePort | StartWorkers | StopWorkers | MakeLastCommit | InspectWorkers | LogLine
+    | ExitAgent
+)  # fmt: skip

@@ -23,6 +23,8 @@ from ripstop.agent.activity import progress_text
 from ripstop.agent.event_recorder import EventRecorder
 from ripstop.agent.machine_io import (
     AgentInput,
+    FirstCommit,
+    LastCommitDone,
     StorePortReady,
     WorkersFailed,
     WorkersInspected,
@@ -46,7 +48,7 @@ from ripstop.model.fault_injection import EXIT_SIGNAL
 from ripstop.model.round import Place
 from ripstop.model.text_formatting import rank_list
 from ripstop.model.usage import StandbySample
-from ripstop.protocol.messages import Replicated
+from ripstop.protocol.messages import LastCommit, Replicated
 from ripstop.protocol.secret import state_key
 from ripstop.replication.supervisor import Supervisor
 from ripstop.workers.environment import local_environment, worker_environment
@@ -123,6 +125,8 @@ class RoundRunner:
         if config.checkpoints is not None:
             self._saver = Saver(config.checkpoints, config.run_id, spawner, environ, self._children, run_task)
         self._state_memory = StateMemory(self._reports.path, self._identify_worker, self._saver)
+        self._state_memory.on_first_commit = lambda round: report(FirstCommit(round))
+        self._state_memory.on_last_commits = self._on_last_commits
         self.replication = Supervisor(config, node, self._state_memory, self._children, send_replicated)
         self._round: Round | None = None  # the one that runs, or ran last
         self._offered_port: StorePort | None = None
@@ -446,6 +450,16 @@ class RoundRunner:
         if not round.exits.is_stopping:
             group.send(pid, signum)
 
+    # the last commit of a round ---------------------------------------------------------------------------------------
+
+    def make_last_commit(self, number: int) -> None:
+        slots = self._round.place.slots if self._round is not None else 0
+        if why_not := self._state_memory.end_after_commit(slots):
+            self._report(LastCommitDone(number, why_not=why_not))
+
+    def _on_last_commits(self, round: int, state: str, number: int, is_replicated: bool) -> None:
+        self._report(LastCommitDone(round, (LastCommit(state, number, needs_copies=not is_replicated),)))
+
     # stop -------------------------------------------------------------------------------------------------------------
 
     def stop(self, number: int, signum: int, grace: float, why: str) -> None:
@@ -464,6 +478,7 @@ class RoundRunner:
         if round.monitor is not None and grace > 0:
             await round.monitor.finish_inspection()
         if round.group is not None:
+            self._loop.call_soon(self._state_memory.release)  # after the signal, which `stop` sends before it waits
             await round.group.stop(grace, signum)
         if not round.stopped.done():
             round.stopped.set_result(None)

@@ -3,8 +3,8 @@
 `Job.on(event, now)` changes the state and returns commands; `deadline()` is the time of the next `Tick`.  The driver
 (`driver.py`) owns the clock and the connections.  Parts with rules of their own: the nodes (`membership.py`,
 `liveness.py`), when a round forms (`formation.py`), its ranks (`ranks.py`), failures (`failure_policy.py`), the
-recovery of a round (`recovery.py`), copies of training state (`replication_plan.py`), the end (`job_end.py`), the
-status (`job_status.py`).  The rules of the whole:
+recovery of a round (`recovery.py`), copies of training state (`replication_plan.py`), nodes that leave with notice
+(`departure.py`), the end (`job_end.py`), the status (`job_status.py`).  The rules of the whole:
 
 1.  At most one round is live, and round numbers only grow.  The ranks of a round are exactly 0 … n-1.
 2.  A message about any other round than the live one changes nothing; its failures are kept as evidence at most.
@@ -31,7 +31,16 @@ status (`job_status.py`).  The rules of the whole:
 
 from collections.abc import Iterable, Mapping
 
-from ripstop.coordinator import failure_policy, job_end, job_status, job_types, ranks, recovery, replication_plan
+from ripstop.coordinator import (
+    departure,
+    failure_policy,
+    job_end,
+    job_status,
+    job_types,
+    ranks,
+    recovery,
+    replication_plan,
+)
 from ripstop.coordinator.formation import ChangeRound, Formation, GiveUp, Hold, Keep
 from ripstop.coordinator.job_types import Disconnect, JobCommand, JobInput, JobSettings, RecordEvent, Send
 from ripstop.coordinator.liveness import LATE_TICK_S
@@ -86,6 +95,7 @@ class Job:
         self.formation = Formation(settings, self.membership, now)
         self.failure_policy = failure_policy.FailurePolicy(settings.budget, settings.timing.lease)
         self.replication = replication_plan.ReplicationPlan()
+        self.departure = departure.Departure()  # of a node that leaves the live round with notice
         self.recovered_place: Place | None = None  # the first place that was reported of a round to recover
         self.phase_since = now
         self.why = "first round"  # the reason for the current phase
@@ -119,9 +129,8 @@ class Job:
                 pass
             case job_types.Progressed(node, round):
                 self.progressed |= round == self.round and node in self.places  # rule 2
-            case job_types.StragglerFound(node, round, why):
-                if round == self.round and self.phase is Phase.RUNNING:  # rule 2
-                    self._replace(node, why, now)
+            case job_types.StragglerFound():
+                departure.replace_straggler(self, event, now)
             case command:
                 self._on_operator_command(command, now)
         self._remove_expired(now)
@@ -185,6 +194,9 @@ class Job:
                 self._on_succeeded(node, round)
             case messages.Leaving(why):
                 self._on_leaving(node, why, now)
+                departure.begin(self, node, message)
+            case messages.LastCommitMade():
+                departure.on_made(self, node, message)
             case messages.Stopped(failures):
                 self.failure_policy.add_failures(failures, self.round)
                 self.awaiting_stop.discard(node)
@@ -286,12 +298,6 @@ class Job:
             case operator.StopJob(why):
                 job_end.close(self, Outcome.STOPPED, why, now)
 
-    def _replace(self, node: str, why: str, now: float) -> None:
-        """Let a spare take the place of a slow node, if one is ready."""
-        can_leave = node in self.places and node in self.membership.eligible and not self.succeeded
-        if can_leave and self.membership.waiting:
-            self.events += self.membership.isolate(node, why, now)
-
     # failures ---------------------------------------------------------------------------------------------------------
 
     def _on_failed(self, node: str, round: int, failures: tuple[Failure, ...], now: float) -> None:
@@ -328,8 +334,7 @@ class Job:
             if node in self.liveness.disconnected:
                 self._remove(node, "lost: its connection closed, and a peer failed", now)
         if self.phase is Phase.RUNNING:
-            first = next(iter(departing))
-            self.end_round(RoundEndCause.NODE_LEFT, f"a worker failed while node {first} was leaving", now)
+            self.end_round(RoundEndCause.NODE_LEFT, f"a worker failed while {next(iter(departing))} was leaving", now)
 
     # losses -----------------------------------------------------------------------------------------------------------
 
@@ -413,6 +418,8 @@ class Job:
                 self._form_or_hold(now)
             case Phase.RUNNING if self.places.keys() <= self.succeeded:
                 job_end.close(self, Outcome.SUCCEEDED, "all workers exited 0", now)
+            case Phase.RUNNING if departure.end_if_made(self, now):
+                self._form_or_hold(now)
             case Phase.RUNNING if self.failure_policy.is_undecided:
                 ruling = self.failure_policy.review(self._round_state(now), now)
                 if ruling.action:
@@ -466,7 +473,8 @@ class Job:
 
     def _notify(self, nodes: Iterable[str], why: str) -> None:
         for node in nodes:
-            self.send(node, messages.StandBy(self.round, self.membership.unfit_reason(node) or why))
+            own = self.why if node in self.liveness.leaving else self.membership.unfit_reason(node)
+            self.send(node, messages.StandBy(self.round, own or why))
 
     def _form(self, candidates: list[ranks.Candidate], now: float) -> None:
         nodes = ranks.order(candidates, self.settings.rank_by)

@@ -54,7 +54,8 @@ def heartbeat(step: int | None = None) -> None:
 
 
 @atexit.register
-def _send_last_step() -> None:
+def send_last_step() -> None:
+    """Send what was not sent yet."""
     if os.getpid() != _pid:
         return
     _send_later()

@@ -74,10 +74,15 @@ class StateMemory:
         self._held: dict[str, list[CommitId]] = {}  # by name: commits that workers must not overwrite
         self._listeners: dict[socket.socket, str] = {}  # connections that learn of changes in `held`, and the name
         self._drops: dict[str, tuple[int, range]] = {}  # by name: a round with a complete set lets others be freed
+        self._is_ending = False  # workers make the last commit of their round
+        self._last: dict[int, tuple[str, int, bool]] = {}  # by rank: name, number, and whether all ranks have it equal
+        self.on_first_commit: Callable[[int], None] | None = None  # of a worker in this round
+        self.on_last_commits: Callable[[int, str, int, bool], None] | None = None  # of all workers in this round
         self.on_kept: Callable[[int, str, int, int], None] | None = None  # a worker's rank, name, slot, descriptor
 
     def listen(self) -> None:
         """Open the socket; called before every round, because a logout may remove its file."""
+        self._is_ending, self._last = False, {}
         if self._path is None or (self._socket is not None and file_identity(self._path) == self._socket_identity):
             return
         self._stop_listening()
@@ -156,8 +161,13 @@ class StateMemory:
             case {"drop": str(name)}:
                 self._drop(name, worker.local_ranks)
                 return {}, []
+            case {"last": str(name), "number": int(number), "replicated": bool(is_replicated)}:
+                self._on_last_commit(worker, name, number, is_replicated)
+                return {}, []
             case {"held": str(name)}:
                 self._listeners[connection] = name
+                if self.on_first_commit is not None:
+                    self.on_first_commit(worker.round)
                 return self._held_message(name), []
             case {"keep": str(name), "slot": int(slot)} if 0 <= slot < MAX_SLOTS and len(name) <= MAX_NAME_CHARS:
                 why = self._keep(worker.rank, name, slot, fds)
@@ -254,12 +264,7 @@ class StateMemory:
     def hold(self, name: str, ids: Iterable[CommitId], complete: CommitId | None) -> None:
         """Workers must not overwrite these commits.  If one is `complete` on all nodes, older copies are freed."""
         self._held[name] = list(ids)
-        message = json.dumps(self._held_message(name)).encode()
-        for connection in [each for each, state in self._listeners.items() if state == name]:
-            try:
-                connection.send(message)
-            except OSError:
-                self._close(connection)
+        self._tell_listeners(name)
         newest = max(self._held[name])
         held = set(self._held[name])
         for key in [key for key, id in self._copies.items() if key[1] == name and id < newest and id not in held]:
@@ -268,6 +273,38 @@ class StateMemory:
             return
         if name in self._drops and complete.round >= self._drops[name][0]:
             self._drop(name, self._drops.pop(name)[1])
+
+    def _tell_listeners(self, name: str) -> None:
+        message = json.dumps(self._held_message(name)).encode()
+        for connection in [each for each, state in self._listeners.items() if state == name]:
+            try:
+                connection.send(message)
+            except OSError:
+                self._close(connection)
+
+    # the last commit of a round ---------------------------------------------------------------------------------------
+
+    def end_after_commit(self, workers: int) -> str:
+        """Let the workers make one more commit, after the same step, and wait; why this is not possible, or ""."""
+        names = set(self._listeners.values())
+        if len(self._listeners) < workers:
+            return f"only {len(self._listeners)} of {workers} workers of a node have a train.State with a commit"
+        if len(names) > 1 or len(self._listeners) > workers:
+            return "a worker has several States"
+        self._is_ending = True
+        self._tell_listeners(names.pop())
+        return ""
+
+    def release(self) -> None:
+        """The workers are being stopped: those that wait may handle their signal."""
+        self._is_ending = False
+        for name in set(self._listeners.values()):
+            self._tell_listeners(name)
+
+    def _on_last_commit(self, worker: WorkerIdentity, name: str, number: int, is_replicated: bool) -> None:
+        self._last[worker.rank] = name, number, is_replicated
+        if self.on_last_commits is not None and len(self._last) == len(worker.local_ranks):
+            self.on_last_commits(worker.round, name, number, all(each[2] for each in self._last.values()))
 
     def forget_sets(self) -> None:
         """No other node takes copies any more: commits need not be kept for a set."""
@@ -278,7 +315,7 @@ class StateMemory:
         return self._held.get(name, [])
 
     def _held_message(self, name: str) -> dict[str, Any]:
-        return {"held": [[id.round, id.number] for id in self._held.get(name, [])]}
+        return {"held": [[id.round, id.number] for id in self._held.get(name, [])], "ending": self._is_ending}
 
     def _close(self, connection: socket.socket) -> None:
         self._loop.remove_reader(connection)

@@ -22,7 +22,7 @@ from ripstop.cli.options.job import (
     own_log,
     stragglers,
 )
-from ripstop.cli.options.monitoring import hang_timeout, health, probe_port, timer_pipe
+from ripstop.cli.options.monitoring import hang_timeout, health, preemption_notice, probe_port, timer_pipe
 from ripstop.cli.options.output import checkpoints, event_handler, logs
 from ripstop.cli.options.program import entrypoint, preload, shutdown_timeout, standby, start_method
 from ripstop.cli.options.rendezvous import (
@@ -108,6 +108,9 @@ failures
   --notify-url URL            send a message to this webhook (Slack or other) when the job ends, hangs, has a straggler
                               or few restarts left; the coordinator's node sends it
   --allow-chaos               let operators inject faults into this node (ripstop chaos)
+  --drain-timeout TIME        a node that leaves with notice (SIGTERM, ripstop drain, a preemption) waits so long for a
+                              commit of all ranks, so that no step is repeated; 0: it leaves at once (20)
+  --preemption-notice WHERE   leave when this file exists, or this http:// URL answers with a text other than FALSE
   --shutdown-timeout TIME     time between SIGTERM and SIGKILL when workers are stopped (30)
   --signals-to-handle NAME,…  signals that stop this node and its workers (SIGTERM,SIGINT,SIGHUP,SIGQUIT)
   --monitor-interval TIME     accepted, because torchrun has it; no effect: worker exits are detected without polling
@@ -205,6 +208,8 @@ FLAGS = (
     Flag("--hang-timeout", "TIME", ours=True),
     Flag("--replicate", "WHEN", choices=("auto", "off"), ours=True),
     Flag("--replicate-bandwidth", "SIZE", ours=True),
+    Flag("--drain-timeout", "TIME", ours=True),
+    Flag("--preemption-notice", "FILE|URL", ours=True),
     Flag("--shutdown-timeout", "TIME"),
     Flag("--signals-to-handle", "NAME,…"),
     Flag("--monitor-interval", "TIME"),
@@ -338,6 +343,8 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         probe_port=probe_port(args, environ),
         termination_log=Path(file) if (file := environ.get("RIPSTOP_TERMINATION_LOG")) else None,
         stragglers=stragglers(args, notes),
+        drain_timeout=parsers.duration(*args.labelled("--drain-timeout", "20")),
+        preemption_notice=preemption_notice(args),
         allow_chaos=allow_chaos(args, notes),
         linger="--linger" in args,
         notes=(*notes, *timeout_notes, *token_notes),
