@@ -86,6 +86,7 @@ def test_a_node_that_gets_sigterm_leaves_after_a_commit_of_all_ranks(job: Job) -
     assert job_events(job, "budget_charged") == []
 
 
+@pytest.mark.long
 def test_ranks_that_commit_rarely_make_one_more_commit(job: Job) -> None:
     job.env |= {"EVERY": "1000000"}
     agents = start(job, 3)
@@ -122,6 +123,7 @@ def test_the_state_of_a_drained_node_goes_to_the_spare(job: Job) -> None:
     assert job_events(job, "worker_failed") == []
 
 
+@pytest.mark.long
 def test_a_deadline_that_is_too_short_falls_back_to_the_newest_commit_and_says_so(job: Job) -> None:
     job.env |= {"STEP_S": "1"}
     agents = start(job, 3, "--drain-timeout=0.3")
