@@ -44,6 +44,11 @@ class Quarantine:
         record.why = f"at fault {times} in {now - record.faults[0]:.0f} s, last: {what}"
         return record.why
 
+    def isolate(self, node: Node, why: str, now: float) -> None:
+        """Put a node that the job can replace into quarantine, whatever its record."""
+        record = self._records.setdefault(node.id, FaultRecord(node.host))
+        record.until, record.why = now + self._limits.cooldown, why
+
     def reason(self, node: str) -> str:
         """Why a node is in quarantine; empty when it is not."""
         record = self._records.get(node)
