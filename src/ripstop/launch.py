@@ -361,6 +361,7 @@ def _job_settings(config: RunConfig | CoordinatorConfig, own: str = "") -> JobSe
         rank_by=config.rank_by,
         own=own,
         allow_chaos=config.allow_chaos,
+        stragglers=config.stragglers,
         quarantine=QuarantineLimits(failures=0) if is_local else config.quarantine,
     )
 

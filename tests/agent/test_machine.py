@@ -1,5 +1,6 @@
 """The agent's decisions as transcripts: each input and its time, and the commands that follow."""
 
+import pytest
 from msgspec.structs import replace
 
 from ripstop.agent.activity import Activity, ActivityKind
@@ -12,10 +13,14 @@ from ripstop.agent.machine_io import (
     CoordinatorLost,
     CoordinatorMessage,
     ExitAgent,
+    FirstCommit,
     HealthChecked,
     InspectWorkers,
+    LastCommitDone,
     LogLine,
+    MakeLastCommit,
     OpenStorePort,
+    PreemptionNoticed,
     ReformWorkers,
     ReplaceWorkers,
     SendToCoordinator,
@@ -33,10 +38,11 @@ from ripstop.agent.machine_io import (
     WorkersStopped,
     WorkersSucceeded,
 )
-from ripstop.agent.machine_state import AgentSettings, WorkersState
+from ripstop.agent.machine_state import AgentSettings, WorkersState, signal_name
 from ripstop.model.config import Timing
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.round import Address, Node, Outcome, Place
+from ripstop.protocol import messages
 from ripstop.protocol.messages import (
     Assign,
     Closed,
@@ -482,6 +488,66 @@ def test_the_same_signal_again_within_a_second_is_the_same_request() -> None:
     on(agent, SignalReceived(15), 10.0)
     assert on(agent, SignalReceived(15), 10.9) == []
     assert on(agent, SignalReceived(2), 10.9) == [StopWorkers(1, 2, 0.0, "second signal")]
+
+
+def agent_with_state() -> Agent:
+    agent = running_agent()
+    on(agent, FirstCommit(1))
+    return agent
+
+
+LEAVES = SendToCoordinator(Leaving("SIGTERM", is_planned=True))
+
+
+def test_workers_with_a_state_make_a_last_commit_before_the_agent_leaves() -> None:
+    agent = agent_with_state()
+    assert on(agent, SignalReceived(15), 5.0) == [LEAVES]
+    assert on(agent, CoordinatorMessage(messages.MakeLastCommit(1))) == [MakeLastCommit(1)]
+    made = (messages.LastCommit("state", 7),)
+    assert on(agent, LastCommitDone(1, made)) == [SendToCoordinator(messages.LastCommitMade(1, made))]
+    assert on(agent, CoordinatorMessage(StandBy(1, "spare"))) == [StopWorkers(1, 15, 30.0, "spare")]
+    assert on(agent, WorkersStopped(1)) == [SendToCoordinator(Left("SIGTERM")), ExitAgent(143, "SIGTERM")]
+
+
+def test_a_last_commit_has_a_deadline() -> None:
+    agent = agent_with_state()
+    on(agent, SignalReceived(15), 5.0)
+    assert agent.deadline() == 25.0
+    log, stop = agent.on(Tick(), 25.0)
+    assert isinstance(log, LogLine) and log.is_warning and "no common commit" in log.text
+    assert isinstance(stop, StopWorkers) and stop.grace == 30.0
+    assert agent.deadline() is None
+
+
+def test_a_second_signal_ends_the_wait_for_a_last_commit() -> None:
+    agent = agent_with_state()
+    on(agent, SignalReceived(15), 5.0)
+    stop = StopWorkers(1, 15, 30.0, "SIGTERM")
+    assert on(agent, SignalReceived(15), 6.0) == [SendToCoordinator(Leaving("SIGTERM")), stop]
+    assert on(agent, SignalReceived(15), 7.0) == [StopWorkers(1, 15, 0.0, "second signal")]
+
+
+@pytest.mark.parametrize("signum", [2, 3])
+def test_a_signal_from_a_terminal_waits_for_no_commit(signum: int) -> None:
+    assert StopWorkers(1, signum, 30.0, signal_name(signum)) in on(agent_with_state(), SignalReceived(signum), 5.0)
+
+
+def test_a_state_of_an_earlier_round_makes_no_last_commit() -> None:
+    agent = agent_with_state()
+    on(agent, assign(2))
+    on(agent, WorkersStopped(1))
+    assert StopWorkers(2, 15, 30.0, "SIGTERM") in on(agent, SignalReceived(15), 5.0)
+
+
+def test_a_drain_and_a_preemption_notice_are_planned_departures_too() -> None:
+    agent = agent_with_state()
+    assert on(agent, CoordinatorMessage(Drain("drained"))) == [SendToCoordinator(Leaving("drained", is_planned=True))]
+    on(agent, CoordinatorMessage(StandBy(1, "spare")))
+    assert on(agent, WorkersStopped(1)) == [SendToCoordinator(Left("drained")), ExitAgent(0, "drained")]
+    agent = agent_with_state()
+    (leaving,) = on(agent, PreemptionNoticed("/run/notice"))
+    assert leaving == SendToCoordinator(Leaving("preemption notice in /run/notice", is_planned=True))
+    assert on(agent, PreemptionNoticed("/run/notice")) == []
 
 
 def test_a_leaving_agent_starts_no_other_round() -> None:

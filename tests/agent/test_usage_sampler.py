@@ -162,12 +162,14 @@ def test_a_lost_gpu_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) ->
         raise Lost
 
     names = ("UtilizationRates", "MemoryInfo", "PowerUsage", "Temperature", "TotalEccErrors")
+    names += ("ClockInfo", "MaxClockInfo", "CurrentClocksThrottleReasons")
     driver = SimpleNamespace(
         NVMLError=Lost,
         NVML_TEMPERATURE_GPU=0,
         NVML_MEMORY_ERROR_TYPE_CORRECTED=0,
         NVML_MEMORY_ERROR_TYPE_UNCORRECTED=1,
         NVML_VOLATILE_ECC=0,
+        NVML_CLOCK_SM=1,
         nvmlDeviceGetCount=lambda: 3,
         nvmlDeviceGetHandleByIndex=handle,
         **{f"nvmlDeviceGet{name}": unsupported for name in names},

@@ -236,7 +236,15 @@ def test_usage_has_the_samples_of_the_round_as_columns_and_names_silent_nodes(
         status, usage = await caller.get("/usage")
         assert (status, usage["round"], usage["missing"]) == (200, 1, ["b"])
         assert (usage["checkpoint_step"], usage["checkpoint_at"]) == (5, 100.0)
-        columns = {"rank": [0], "step": [7], "step_time": [0.25], "age": [0.5], "memory": [4096], "cpu": [1.5]}
+        columns = {
+            "rank": [0],
+            "step": [7],
+            "own_time": [None],
+            "step_time": [0.25],
+            "age": [0.5],
+            "memory": [4096],
+            "cpu": [1.5],
+        }
         assert usage["ranks"] == columns
         assert (usage["gpus"]["node"], usage["gpus"]["index"], usage["gpus"]["utilisation"]) == (["a"], [3], [0.25])
         while not (past := (await caller.get("/history"))[1])["at"]:

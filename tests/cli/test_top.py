@@ -30,11 +30,12 @@ def status(nodes: int = 2, slots: int = 4, **more: Any) -> dict[str, Any]:
     ]
     job = {"run_id": "job", "phase": "running", "why": "first round", "seconds": 75.0, "round": 1, "goodput": 0.93}
     budget = {"max_restarts": 3, "charged": 1, "world_size": nodes * slots}
-    return job | budget | {"nodes": found} | more
+    return job | budget | {"nodes": found, "stragglers": []} | more
 
 
 def usage(ranks: int = 8, **columns: list[Any]) -> dict[str, Any]:
-    same = {"step": [10] * ranks, "step_time": [0.2] * ranks, "age": [0.1] * ranks, "memory": [1 << 30] * ranks}
+    same: dict[str, list[Any]] = {"own_time": [None] * ranks, "step": [10] * ranks}
+    same |= {"step_time": [0.2] * ranks, "age": [0.1] * ranks, "memory": [1 << 30] * ranks}
     return {
         "at": 100.0,
         "round": 1,

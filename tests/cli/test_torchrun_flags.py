@@ -17,6 +17,7 @@ OURS_ALONE = {
     *("--standby", "--standby-warmup", "--notify-url"),
     *("--quiet", "--log-level", "--log-format"),
     *("--replicate", "--replicate-bandwidth", "--allow-chaos", "--inprocess-timeout"),
+    *("--straggler", "--straggler-factor", "--straggler-time", "--drain-timeout", "--preemption-notice"),
 }
 TORCHS_SINCE_2_12 = {
     "--duplicate-stdout-filters",

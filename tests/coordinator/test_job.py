@@ -24,6 +24,7 @@ from ripstop.coordinator.job_types import (
     Progressed,
     RecordEvent,
     Send,
+    StragglerFound,
     Tick,
 )
 from ripstop.coordinator.liveness import LATE_TICK_S, RECONNECT_TIMEOUT_S
@@ -61,8 +62,11 @@ from ripstop.protocol.messages import (
     Inspect,
     Inspected,
     Join,
+    LastCommit,
+    LastCommitMade,
     Leaving,
     Left,
+    MakeLastCommit,
     Problems,
     Ready,
     Rejected,
@@ -421,6 +425,51 @@ def test_a_spare_is_promoted() -> None:
     assert assigned(receive(job, "b", Left("bye"), 6.0)) == {"a": 0, "c": 1}
 
 
+def test_a_spare_takes_the_place_of_a_straggler_and_nothing_is_charged() -> None:
+    job = running("a", "b", high=2)
+    slow = StragglerFound("b", 1, "the other ranks wait for rank 1")
+    assert on(job, slow, 2.0) == []  # no spare is ready
+    receive(job, "c", join(job, "c"), 3.0)
+    offer_anew(job, "a", 3.0)
+    assert on(job, StragglerFound("b", 7, "of another round"), 4.0) == []
+    assert assigned(on(job, slow, 5.0)) == {"a": 0, "c": 1}
+    assert (job.restarts.used, job.status(5.0).nodes[1].state) == (0, NodeState.QUARANTINED)
+
+
+def leave_with_notice(low: int = 1, **more: int) -> tuple[Job, list[JobCommand]]:
+    """Node b of three leaves with notice."""
+    job = running("a", "b", "c", low=low, **more)
+    offer_anew(job, "a", 2.0)
+    return job, receive(job, "b", Leaving("SIGTERM", is_planned=True), 3.0)
+
+
+def test_a_round_ends_when_all_nodes_have_made_its_last_commit_and_nothing_is_charged() -> None:
+    job, commands = leave_with_notice()
+    asked = [command.node for command in commands if command == Send(getattr(command, "node", ""), MakeLastCommit(1))]
+    assert asked == ["a", "b", "c"]
+    made = LastCommitMade(1, (LastCommit("state", 7, needs_copies=False),))
+    assert receive(job, "a", made, 4.0) == receive(job, "b", made, 4.1) == []
+    assert receive(job, "c", LastCommitMade(3, made.commits), 4.2) == []  # of another round
+    commands = receive(job, "c", made, 4.3)
+    assert job.why == "node b leaves: SIGTERM; all ranks have commit 7"
+    assert assigned(commands) == {"a": 0, "c": 1} and "b" in held(commands)
+    assert job.restarts.used == 0
+
+
+def test_a_node_that_the_job_needs_does_not_wait_for_a_last_commit() -> None:
+    _, commands = leave_with_notice(low=3)
+    assert held(commands) == {"b": 1} and not any(MakeLastCommit(1) == getattr(c, "message", None) for c in commands)
+
+
+def test_a_leaving_node_does_not_wait_if_a_node_cannot_make_the_last_commit() -> None:
+    job, _ = leave_with_notice()
+    (command,) = receive(job, "c", LastCommitMade(1, why_not="a worker has several States"), 4.0)
+    assert command == Send("b", StandBy(1, "SIGTERM; no common commit: a worker has several States"))
+    made = LastCommitMade(1, (LastCommit("state", 7, needs_copies=False),))
+    assert [receive(job, name, made, 5.0) for name in "abc"] == [[], [], []]
+    assert assigned(receive(job, "b", Left("SIGTERM"), 6.0)) == {"a": 0, "c": 1}
+
+
 def test_a_new_node_gets_no_place_when_the_job_is_about_to_finish() -> None:
     job = running("a", "b", high=3)
     receive(job, "a", Succeeded(1), 5.0)
@@ -658,7 +707,7 @@ def test_a_node_whose_hold_was_lost_with_its_connection_gets_it_again() -> None:
 
 def test_a_failure_beyond_the_budget_closes_the_job() -> None:
     job = running("a", "b", restarts=0)
-    why = "rank 1 on host exited with code 1; 0 of 0 restarts in all are spent"
+    why = "rank 1 on host exited with code 1; no restart is allowed (--max-restarts=0)"
     assert receive(job, "b", Failed(1, (crash(1),)), 5.0) == [
         Send("a", Closing(why, Outcome.FAILED)),
         Send("b", Closing(why, Outcome.FAILED)),
@@ -1569,7 +1618,7 @@ def test_a_crash_during_a_diagnosis_is_a_failure_as_usual() -> None:
     receive(job, "a", Failed(1, (hang(0),)), 100.0)
     commands = receive(job, "b", Failed(1, (crash(1),)), 100.1)
     assert [c.message.why for c in commands if isinstance(c, Send) and isinstance(c.message, Closing)] == [
-        "rank 1 on host exited with code 1; 0 of 0 restarts in all are spent"
+        "rank 1 on host exited with code 1; no restart is allowed (--max-restarts=0)"
     ] * 2
 
 
@@ -1579,7 +1628,7 @@ def test_a_spent_infrastructure_budget_fails_the_job_and_names_the_suspect() -> 
         job.on(NodeMessage(name, join(job, name)), 0.0)
     receive(job, "a", Failed(1, (hang(0),)), 100.0)
     commands = receive(job, "b", Inspected(1, (hang(1, waits=False),)), 100.1)
-    why = f"{DIAGNOSIS}; 0 of 0 infrastructure restarts in 3600 s are spent"
+    why = f"{DIAGNOSIS}; no infrastructure restart is allowed (--max-infra-restarts=0)"
     assert commands == [Send(name, Closing(why)) for name in ("a", "b")]
 
 

@@ -16,14 +16,14 @@ def test_the_budget_is_spent_one_restart_a_failure() -> None:
 
 def test_the_reason_counts_what_is_spent() -> None:
     restarts = RestartBudget(Budget(max_restarts=1))
-    assert restarts.charge(1.0, early=False).why == "restart 1 of 1 in all"
-    assert restarts.charge(2.0, early=False).why == "1 of 1 restarts in all are spent"
+    assert restarts.charge(1.0, early=False).why == "restart 1 of 1"
+    assert restarts.charge(2.0, early=False).why == "1 of 1 restarts are used"
 
 
 def test_without_restarts_the_first_failure_is_not_allowed() -> None:
     decision = RestartBudget(Budget()).charge(1.0, early=False)
     assert not decision.allowed
-    assert decision.why == "0 of 0 restarts in all are spent"
+    assert decision.why == "no restart is allowed (--max-restarts=0)"
 
 
 def test_a_charge_older_than_the_window_no_longer_counts() -> None:

@@ -20,7 +20,7 @@ def blocks(*events: Event) -> list[str]:
 
 
 def ended(cause: str = "application", round: int = 2) -> RoundEnded:
-    return RoundEnded(round, cause, "rank 1 on b exited with code 1; restart 1 of 3 in all", 0.0)
+    return RoundEnded(round, cause, "rank 1 on b exited with code 1; restart 1 of 3", 0.0)
 
 
 def test_the_block_has_the_root_cause_and_its_traceback() -> None:

@@ -82,7 +82,7 @@ def test_a_preempted_job_names_the_signal_and_the_node(job: Job) -> None:
     flags = ("--shutdown-timeout=2", TORCH)
     first = job.node("--rdzv-conf=is_host=1", *flags, nnodes="1:2", script=REPORTED, env=env)
     second = job.node("--rdzv-conf=is_host=0", *flags, nnodes="1:2", script=REPORTED, env=env)
-    first.wait_for_log(r"round=\d+ nodes=2")
+    first.wait_for_log("ranks=0-0 world=2")
     wait_until(lambda: (job.folder / "state").exists() or None)
     second.signal(signal.SIGTERM)
     assert second.wait() == 128 + signal.SIGTERM

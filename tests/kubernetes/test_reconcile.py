@@ -558,7 +558,7 @@ def test_a_job_fails_with_the_report_of_its_pods() -> None:
 
 
 def test_the_end_has_the_counts_of_the_report_and_not_of_the_last_answer() -> None:
-    word = json.dumps({"outcome": "failed", "why": "1 of 1 restarts in all are spent", "rounds": 2, "restarts": 1})
+    word = json.dumps({"outcome": "failed", "why": "1 of 1 restarts are used", "rounds": 2, "restarts": 1})
     job = trains(a_job(), round=1, restarts=0)
     status = decide(job, [replace(said(0, "failed", 1), message=word), running(1)], NOW).status
     assert (status["round"], status["restarts"]) == (2, 1)

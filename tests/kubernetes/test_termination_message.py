@@ -51,10 +51,10 @@ def test_the_jobs_end_is_the_elastic_jobs(outcome: Outcome, failures: Any, phase
 @pytest.mark.parametrize("message", ["no such file", "exited with code 7"])
 def test_the_culprit_is_named_once_and_with_its_last_line(message: str) -> None:
     culprit = replace(CULPRIT, message=message, log_tail=("a line", "no such file", ""))
-    why = "rank 3 on host-b exited with code 7; 3 of 3 restarts in all are spent"
+    why = "rank 3 on host-b exited with code 7; 3 of 3 restarts are used"
     decision = after(termination_message("", JobReport("job", Outcome.FAILED, why, 4, 3, (culprit,))), 1)
     assert decision.status["lastFailure"] == (
-        "rank 3 on host-b exited with code 7: no such file; 3 of 3 restarts in all are spent"
+        "rank 3 on host-b exited with code 7: no such file; 3 of 3 restarts are used"
     )
     assert decision.status["restarts"] == 3
 

@@ -49,17 +49,21 @@ def test_a_low_restart_budget_is_announced(used: int, limit: int, is_low: bool) 
     assert [message.event for message in messages(job)] == [NotificationKind.RESTART_BUDGET_LOW] * is_low
 
 
-def test_hangs_and_interruptions_are_announced_and_other_events_are_not() -> None:
+def test_hangs_stragglers_and_interruptions_are_announced_and_other_events_are_not() -> None:
     job = Transcript()
     job.round(1.0, 1)
     job.add(2.0, events.HangDiagnosed(1, (1,), "rank 1 is in read_shard"))
+    job.add(2.5, events.StragglerDetected(1, "b", (1,), 0.3, 0.1, 120.0, "rank 1 on node b: a step takes 300 ms"))
+    job.add(2.6, events.StragglerEnded(1, "b", (1,), 60.0, "as fast as its peers again"))
     job.add(3.0, events.BudgetCharged(1, "infrastructure", 3, 3, True, "x"))
     job.add(3.1, events.NodeLeaving("b", "SIGTERM"))
     job.add(3.2, events.NodeGone("b", "left: SIGTERM", False))
     job.add(4.0, events.NodeLeaving("a", "SIGTERM"))
     found = messages(job)
-    assert [message.event for message in found] == [NotificationKind.HANG, NotificationKind.JOB_INTERRUPTED]
-    assert found[0].why == "rank 1 is in read_shard" and found[1].why.endswith("leaves: SIGTERM")
+    kinds = [NotificationKind.HANG, NotificationKind.STRAGGLER, NotificationKind.JOB_INTERRUPTED]
+    assert [message.event for message in found] == kinds
+    assert found[0].why == "rank 1 is in read_shard" and found[2].why.endswith("leaves: SIGTERM")
+    assert found[1].text.endswith("waits for a straggler after 2.5 s (round 1): rank 1 on node b: a step takes 300 ms")
 
 
 def test_no_text_of_a_job_mentions_anybody_or_has_control_characters() -> None:

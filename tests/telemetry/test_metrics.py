@@ -24,7 +24,7 @@ from ripstop.model.events import (
     StepsDone,
     WorkerFailed,
 )
-from ripstop.model.status import JobStatus, NodeState, NodeStatus, Phase, ReplicationStatus
+from ripstop.model.status import JobStatus, NodeState, NodeStatus, Phase, ReplicationStatus, StragglerStatus
 from ripstop.model.usage import GpuSample, NodeSample, RankSample, StandbySample
 from ripstop.telemetry.metrics import Totals
 from ripstop.telemetry.prometheus import METRICS, page
@@ -102,8 +102,9 @@ def test_an_agent_cannot_record_events_of_the_coordinator() -> None:
 def full_page() -> str:
     """A page with a value for every metric."""
     nodes = tuple(NodeStatus(name, "h", 1, "default", NodeState.RUNNING, i, i) for i, name in enumerate("ab"))
+    slow = (StragglerStatus("b", (1,), 0.3, 0.1, 60.0, "load 3.0 per CPU"),)
     copies = (ReplicationStatus("state", 2, 7, 1, 0.5, 1000),)
-    status = JobStatus("job7", Phase.RUNNING, "", 5.0, 2, 2, 1, 3, 1, 4, 4, nodes, replication=copies)
+    status = JobStatus("job7", Phase.RUNNING, "", 5.0, 2, 2, 1, 3, 1, 4, 4, nodes, replication=copies, stragglers=slow)
     rank = RankSample(0, 12.5, 2**30, 8, 2, 1000, 11, 2.5, 0.1, 40, 0.1, 7, 0.5, 3000, 0.25)
     gpu, standby = GpuSample(0, 0.9, 1, 2, 60, 650.0, 0, 0), StandbySample(0, 2**23, 2**29)
     sample = NodeSample(118.0, 2, 0.5, 2**25, (rank,), (gpu,), (standby,))

@@ -34,7 +34,9 @@ from ripstop.agent.machine_io import (
     HealthChecked,
     InspectWorkers,
     LogLine,
+    MakeLastCommit,
     OpenStorePort,
+    PreemptionNoticed,
     ReformWorkers,
     ReplaceWorkers,
     SendToCoordinator,
@@ -107,6 +109,7 @@ class Driver:
             config.rank_by,
             health_interval=config.health.interval,
             store_port=config.store_port,
+            drain_timeout=config.drain_timeout,
         )
         self._machine = Agent(settings, self._loop.time())
         self._console = console or Console()
@@ -152,6 +155,8 @@ class Driver:
             self._loop.add_signal_handler(signum, self._feed, SignalReceived(signum))
         self._link.open(self)
         self._run_task(self._warm_up())
+        if self._config.preemption_notice:
+            self._run_task(self._wait_for_notice(self._config.preemption_notice))
         self._recorder.record(_agent_started(self._config))
         self._set_timer()
         self._activity_reporter.update()
@@ -227,6 +232,11 @@ class Driver:
         self._recorder.record(WarmedUp(ready.start.value, packages, ready.seconds, ready.fallback_reason, left_out))
         self._feed(WarmupDone())
 
+    async def _wait_for_notice(self, source: str) -> None:
+        from ripstop.agent.preemption_notice import wait_for_notice  # http.client: only if it is needed
+
+        await wait_for_notice(source, lambda source: self._feed(PreemptionNoticed(source)))
+
     async def _check_health(self) -> None:
         """Check this node's health periodically.  A check that raises does not end training."""
         limits, has_failed = self._config.health, False
@@ -291,6 +301,8 @@ class Driver:
                 self._runner.reform(place, why, kept, grace, host)
             case ReplaceWorkers(round, local_ranks):
                 self._runner.replace(round, local_ranks)
+            case MakeLastCommit(round):
+                self._runner.make_last_commit(round)
             case InspectWorkers(round):
                 self._run_task(self._runner.inspect(round))
             case LogLine(text, is_warning):

@@ -10,7 +10,10 @@
 4.  Healthy workers continue while the coordinator is unreachable.  An agent that needs the coordinator gives up after a
     timeout.  It exits 0 if all its workers have succeeded by then.
 5.  On a signal the agent leaves: it reports that, stops its workers with the same signal, and exits 128 + n.  A second
-    signal kills the workers immediately; the same one within a second does not, because srun may pass on a copy.
+    signal kills the workers immediately; the same one within a second does not, because srun may pass on a copy.  If
+    the workers have a `train.State`, and the signal is not from a terminal, they first make a last commit together with
+    the other nodes' workers: the coordinator asks for it, and then gives this node no place.  An operator's drain and a
+    preemption notice do the same.  There is a deadline.
 6.  A node offers itself to the job only after it has passed one health check; it gives up if none passes within the
     join timeout.  Later it only reports its problems: the coordinator decides if the job needs the node anyway.
 7.  A node that is ready offers a port for the store of a later round.  An offer is valid for one connection and one
@@ -22,7 +25,8 @@
 
 from msgspec.structs import replace
 
-from ripstop.agent.activity import Activity, ActivityKind
+from ripstop.agent import machine_status
+from ripstop.agent.activity import Activity
 from ripstop.agent.health.assessment import HealthProblem
 from ripstop.agent.machine_io import (
     AgentCommand,
@@ -31,10 +35,14 @@ from ripstop.agent.machine_io import (
     CoordinatorLost,
     CoordinatorMessage,
     ExitAgent,
+    FirstCommit,
     HealthChecked,
     InspectWorkers,
+    LastCommitDone,
     LogLine,
+    MakeLastCommit,
     OpenStorePort,
+    PreemptionNoticed,
     ReformWorkers,
     ReplaceWorkers,
     SendToCoordinator,
@@ -52,32 +60,19 @@ from ripstop.agent.machine_io import (
     WorkersStopped,
     WorkersSucceeded,
 )
-from ripstop.agent.machine_state import REPORTED_STATUS, SIGTERM, AgentSettings, WorkersState, signal_name
+from ripstop.agent.machine_state import (
+    REPORTED_STATUS,
+    SIGTERM,
+    TERMINAL_SIGNALS,
+    AgentSettings,
+    WorkersState,
+    signal_name,
+)
 from ripstop.diagnostics.failure_ranking import trim
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.round import Outcome, Place
 from ripstop.model.text_formatting import rank_list
-from ripstop.protocol.messages import (
-    Assign,
-    Closed,
-    Closing,
-    Drain,
-    Failed,
-    FromAgent,
-    FromCoordinator,
-    Inspect,
-    Inspected,
-    Join,
-    Leaving,
-    Left,
-    Problems,
-    Ready,
-    Rejected,
-    StandBy,
-    Status,
-    Stopped,
-    Succeeded,
-)
+from ripstop.protocol import messages
 
 FINAL_REPORT_TIMEOUT_S = 5.0  # wait for the coordinator's report when the job's end is known without it
 REPEATED_SIGNAL_S = 1.0
@@ -92,38 +87,40 @@ class Agent:
         self.state = WorkersState.IDLE
         self.place: Place | None = None  # of the workers that exist, or of the last ones
         self.passed_health_check = False  # at least once
-        self._settings = settings
+        self.settings = settings
         self._newest_round = 0  # the highest round number seen
         self._restarts = 0  # the highest restart count seen in a place
         self._next: tuple[Place, str] | None = None  # the round to start when the workers have stopped, and why
         self._elastic: set[int] = set()  # local ranks of the workers that can go on in place
         self._reforming: set[int] = set()  # those of them that have to leave their last round yet, until the deadline
         self._reform_until = 0.0
-        self._is_warm = False
+        self.is_warm = False
         self._problems: tuple[HealthProblem, ...] = ()
         self._unhealthy_since: float | None = None  # while no health check has passed yet
-        self._ready: Ready | None = None  # the offer that no round uses
+        self._ready: messages.Ready | None = None  # the offer that no round uses
         self._is_opening_port = False
         self._has_opened_port = False
         self._replica_port = 0  # takes copies of another node's training state; 0: none
         self._failures: tuple[Failure, ...] = ()
         self._leave_signal = 0
         self._signalled_at = 0.0
-        self._closing: Closing | None = None
+        self._leave_at: float | None = None  # without a last commit, at this time
+        self._state_round = 0  # the last round whose workers have a State
+        self._closing: messages.Closing | None = None
         self._exit: ExitAgent | None = None  # to execute when the workers have stopped
-        self._is_connected = False
+        self.is_connected = False
         self._was_connected = False
-        self._connection_error = ""
+        self.connection_error = ""
         self._waiting_since: float | None = now  # the agent needs the coordinator and cannot reach it
         self._is_wait_logged = False
-        self._notice = ""  # the coordinator's latest reason why this node has no place
+        self.notice = ""  # the coordinator's latest reason why this node has no place
 
     def on(self, event: AgentInput, now: float) -> list[AgentCommand]:
         """Handle one event; the driver executes the commands in order."""
         if self.state is WorkersState.OVER:
             return []
         out = self._dispatch(event, now)
-        if self._is_connected or self.state is WorkersState.RUNNING:
+        if self.is_connected or self.state is WorkersState.RUNNING:
             self._waiting_since = None
             self._is_wait_logged = False
         elif self._waiting_since is None:
@@ -134,54 +131,25 @@ class Agent:
         """The time of the next `Tick`, if one is needed."""
         if self.state in (WorkersState.STOPPING, WorkersState.OVER):
             return None
-        times = [] if self._unhealthy_since is None else [self._unhealthy_since + self._settings.timing.join]
+        times = [] if self._unhealthy_since is None else [self._unhealthy_since + self.settings.timing.join]
         if self._reforming:
             times.append(self._reform_until)
+        times += [] if self._leave_at is None else [self._leave_at]
         if self._waiting_since is not None:
-            timeout = self._coordinator_timeout()
+            timeout = self.coordinator_timeout()
             times.append(self._waiting_since + (timeout if self._is_wait_logged else min(WAIT_LOG_DELAY_S, timeout)))
         return min(times, default=None)
 
     def reason_not_ready(self) -> str:
         """Why this node cannot work for its job now; "" while its workers run or could start immediately."""
-        if self._is_leaving():
-            return "the node is leaving, or the job is over"
-        if self.state is WorkersState.RUNNING:
-            return ""
-        if not self._is_warm:
-            return "the node is warming up"
-        if not self._is_connected:
-            return f"the node has no coordinator: {self._connection_error or 'not found yet'}"
-        if self.passed_health_check:
-            return ""
-        problems = "; ".join(self._problem_texts())
-        return f"the node is unhealthy: {problems}" if problems else "the first health check is not complete"
+        return machine_status.reason_not_ready(self)
 
     def activity(self) -> Activity:
         """What this node does, as far as the machine knows it."""
-        round, timing = self.place.round if self.place else 0, self._settings.timing
-        match self.state:
-            case WorkersState.RUNNING:
-                return Activity(ActivityKind.TRAINING, round=round)
-            case WorkersState.STOPPING:
-                return Activity(ActivityKind.STOPPING, limit=timing.shutdown, round=round)
-            case WorkersState.FAILED:
-                return Activity(ActivityKind.CLOSING, f"a worker of round {round} failed; the coordinator decides")
-            case WorkersState.SUCCEEDED:
-                return Activity(ActivityKind.CLOSING, "all workers of this node exited 0; other nodes still train")
-        if self._is_leaving() or self.state is WorkersState.OVER:
-            return Activity(ActivityKind.CLOSING, "the workers of this node have stopped; waiting for the report")
-        if not self._is_warm:
-            return Activity(ActivityKind.WARMING_UP, "importing the modules of the script")
-        if not self._is_connected:
-            return Activity(ActivityKind.CONNECTING, self._connection_error, self._coordinator_timeout())
-        if problems := self._problem_texts():
-            limit = None if self.passed_health_check else timing.join
-            return Activity(ActivityKind.UNHEALTHY, "; ".join(problems), limit)
-        return Activity(ActivityKind.WAITING, self._notice)
+        return machine_status.activity(self)
 
-    def _coordinator_timeout(self) -> float:
-        timing = self._settings.timing
+    def coordinator_timeout(self) -> float:
+        timing = self.settings.timing
         is_alone = self.state is WorkersState.SUCCEEDED and self.place is not None and self.place.group_size == 1
         if self._closing or is_alone:
             return FINAL_REPORT_TIMEOUT_S
@@ -196,7 +164,7 @@ class Agent:
             case CoordinatorMessage(message):
                 return self._on_message(message, now)
             case WarmupDone():
-                self._is_warm = True
+                self.is_warm = True
                 return self._offer_store_port()
             case HealthChecked(problems):
                 return self._on_health_checked(problems, now)
@@ -207,10 +175,10 @@ class Agent:
             case WorkersFailed(round, failures):
                 return self._on_workers_failed(round, failures)
             case WorkersInspected(round, failures):
-                return self._send(Inspected(round, trim(failures)))
+                return self._send(messages.Inspected(round, trim(failures)))
             case WorkersSucceeded(round) if self._has_workers_of(round) and self.state is WorkersState.RUNNING:
                 self.state = WorkersState.SUCCEEDED
-                return self._send(Succeeded(round))
+                return self._send(messages.Succeeded(round))
             case WorkersStopped(round) if self._has_workers_of(round) and self.state is WorkersState.STOPPING:
                 return self._on_workers_stopped()
             case WorkerRegistered(round, rank) if self._has_workers_of(round):
@@ -221,8 +189,14 @@ class Agent:
                 self._elastic.discard(rank)
                 if has_exited and rank in self._reforming:
                     return self._replace({rank}, "exited 0 before this round")
+            case FirstCommit(round):
+                self._state_round = round
+            case LastCommitDone(round, commits, why_not):
+                return self._send(messages.LastCommitMade(round, commits, why_not))
             case SignalReceived(signum):
                 return self._on_signal(signum, now)
+            case PreemptionNoticed(source) if not self.is_leaving():
+                return self._on_signal(SIGTERM, now, f"preemption notice in {source}")
             case Tick():
                 due = self.deadline()
                 if due is not None and now >= due:
@@ -235,78 +209,82 @@ class Agent:
         before, self._problems = self._problems, problems
         if not problems:
             self.passed_health_check, self._unhealthy_since = True, None
-            out = [LogLine("healthy again"), *self._send(Problems())] if before else []
+            out = [LogLine("healthy again"), *self._send(messages.Problems())] if before else []
             return [*out, *self._offer_store_port()]
         if not self.passed_health_check and self._unhealthy_since is None:
             self._unhealthy_since = now
         if [problem.key for problem in before] == [problem.key for problem in problems]:
             return []
-        texts, limit = self._problem_texts(), f"{self._settings.timing.join:g} s"
+        texts, limit = self.problem_texts(), f"{self.settings.timing.join:g} s"
         wait = "" if self.passed_health_check else f"; waiting at most {limit} for recovery before joining"
-        return [LogLine(f"unhealthy: {'; '.join(texts)}{wait}"), *self._send(Problems(texts))]
+        return [LogLine(f"unhealthy: {'; '.join(texts)}{wait}"), *self._send(messages.Problems(texts))]
 
-    def _problem_texts(self) -> tuple[str, ...]:
+    def problem_texts(self) -> tuple[str, ...]:
         return tuple(problem.text for problem in self._problems)
 
     # the connection to the coordinator --------------------------------------------------------------------------------
 
     def _on_connected(self, host: str) -> list[AgentCommand]:
         was_connected = self._was_connected
-        self._is_connected = self._was_connected = True
+        self.is_connected = self._was_connected = True
         if not self.node.host:
             self.node = replace(self.node, host=host)
         place, status = self._reported_round()
-        join = Join(
+        join = messages.Join(
             node=self.node,
-            min_nodes=self._settings.min_nodes,
-            max_nodes=self._settings.max_nodes,
-            rank_by=self._settings.rank_by,
+            min_nodes=self.settings.min_nodes,
+            max_nodes=self.settings.max_nodes,
+            rank_by=self.settings.rank_by,
             newest=self._newest_round,
             restarts=self._restarts,
-            ready=None if self._is_leaving() else self._ready,
+            ready=None if self.is_leaving() else self._ready,
             held=place,
             status=status,
-            failures=trim(self._failures) if status is Status.FAILED else (),
+            failures=trim(self._failures) if status is messages.Status.FAILED else (),
             closing=self._closing,
-            problems=self._problem_texts(),
-            health_interval=self._settings.health_interval,
+            problems=self.problem_texts(),
+            health_interval=self.settings.health_interval,
         )
         out: list[AgentCommand] = [SendToCoordinator(join)]
         if self._leave_signal:
-            out.append(SendToCoordinator(Leaving(signal_name(self._leave_signal))))
+            out.append(SendToCoordinator(messages.Leaving(signal_name(self._leave_signal))))
         elif self._exit:
-            out.append(SendToCoordinator(Leaving(self._exit.why)))
+            out.append(SendToCoordinator(messages.Leaving(self._exit.why)))
         if was_connected:
             out.append(LogLine("coordinator found again"))
         return out + self._offer_store_port()
 
-    def _reported_round(self) -> tuple[Place | None, Status]:
+    def _reported_round(self) -> tuple[Place | None, messages.Status]:
         """The round that a `Join` reports: the one whose workers exist, or start next."""
         if self._next:
-            return self._next[0], Status.RUNNING
-        status = REPORTED_STATUS.get(self.state, Status.IDLE)
-        return None if status is Status.IDLE else self.place, status
+            return self._next[0], messages.Status.RUNNING
+        status = REPORTED_STATUS.get(self.state, messages.Status.IDLE)
+        return None if status is messages.Status.IDLE else self.place, status
 
     def _on_disconnected(self, why: str) -> list[AgentCommand]:
-        self._connection_error = why
-        if not self._is_connected:
+        self.connection_error = why
+        if not self.is_connected:
             return []
-        self._is_connected = False
+        self.is_connected = False
         self._ready = None  # rule 7
         return [LogLine(f"coordinator lost: {why}; workers continue, reconnecting"), *self._offer_store_port()]
 
-    def _send(self, message: FromAgent) -> list[AgentCommand]:
-        return [SendToCoordinator(message)] if self._is_connected else []  # rule 3: the next Join reports it
+    def _send(self, message: messages.FromAgent) -> list[AgentCommand]:
+        return [SendToCoordinator(message)] if self.is_connected else []  # rule 3: the next Join reports it
 
     def _on_timeout(self, now: float) -> list[AgentCommand]:
         if self._reforming and now >= self._reform_until:
-            why = f"did not leave the last round within {self._settings.timing.inprocess:g} s"
+            why = f"did not leave the last round within {self.settings.timing.inprocess:g} s"
             return self._replace(set(self._reforming), why)
-        if self._unhealthy_since is not None and now >= self._unhealthy_since + self._settings.timing.join:
-            problems = "; ".join(self._problem_texts())
-            return self._exit_with(ExitAgent(1, f"unhealthy for {self._settings.timing.join:g} s: {problems}"))
+        if self._leave_at is not None and now >= self._leave_at:
+            limit = f"{self.settings.drain_timeout:g} s"
+            why = f"no common commit of all ranks in {limit}: leaving; the others continue from their newest commit"
+            return [LogLine(why, is_warning=True), *self._stop(why, self._leave_signal or SIGTERM)]
+        if self._unhealthy_since is not None and now >= self._unhealthy_since + self.settings.timing.join:
+            problems = "; ".join(self.problem_texts())
+            return self._exit_with(ExitAgent(1, f"unhealthy for {self.settings.timing.join:g} s: {problems}"))
         assert self._waiting_since is not None, "a healthy agent has a deadline only while it waits for the coordinator"
-        timeout, error = self._coordinator_timeout(), self._connection_error
+        timeout, error = self.coordinator_timeout(), self.connection_error
         if now < self._waiting_since + timeout:
             self._is_wait_logged = True
             return [LogLine(f"waiting for the coordinator, at most {timeout:g} s ({error})")]
@@ -326,40 +304,43 @@ class Agent:
     def _offer_store_port(self) -> list[AgentCommand]:
         """Offer a port if this node can start workers and has no unused offer (rule 7)."""
         is_promised = self._next is not None and self._next[0].group_rank == 0
-        if not (self._is_warm and self.passed_health_check and self.node.host):
+        if not (self.is_warm and self.passed_health_check and self.node.host):
             return []
-        if self._ready or self._is_opening_port or is_promised or self._is_leaving():
+        if self._ready or self._is_opening_port or is_promised or self.is_leaving():
             return []
-        fixed = self._settings.store_port
+        fixed = self.settings.store_port
         if fixed and (self._has_opened_port or self.place is not None):
             return self._offer(fixed)
         self._is_opening_port = True
         return [OpenStorePort(fixed, is_required=self.place is None)]
 
     def _offer(self, port: int) -> list[AgentCommand]:
-        self._ready = Ready(port, after=self._newest_round, replica_port=self._replica_port)
-        return [] if self._is_leaving() else self._send(self._ready)
+        self._ready = messages.Ready(port, after=self._newest_round, replica_port=self._replica_port)
+        return [] if self.is_leaving() else self._send(self._ready)
 
     # messages from the coordinator ------------------------------------------------------------------------------------
 
-    def _on_message(self, message: FromCoordinator, now: float) -> list[AgentCommand]:
+    def _on_message(self, message: messages.FromCoordinator, now: float) -> list[AgentCommand]:
         match message:
-            case Assign(place, why):
+            case messages.Assign(place, why):
                 return self._on_assign(place, why, now)
-            case StandBy(round, why):
+            case messages.StandBy(round, why):
                 return self._on_stand_by(round, why)
-            case Drain(why):
-                return self._on_drain(why)
-            case Inspect(round):
+            case messages.Drain(why):
+                return self._on_drain(why, now)
+            case messages.MakeLastCommit(round):
+                is_running = self._has_workers_of(round) and self.state is WorkersState.RUNNING
+                return [MakeLastCommit(round)] if is_running else []
+            case messages.Inspect(round):
                 exist = self._has_workers_of(round) and self.state in (WorkersState.RUNNING, WorkersState.FAILED)
-                return [InspectWorkers(round)] if exist else self._send(Inspected(round))
-            case Closing(why):
+                return [InspectWorkers(round)] if exist else self._send(messages.Inspected(round))
+            case messages.Closing(why):
                 self._closing = message
                 self._next = None
                 return self._on_workers_stopped() if self.state is WorkersState.IDLE else self._stop(why)
-            case Closed(report):
+            case messages.Closed(report):
                 return self._on_closed(report)
-            case Rejected(why):
+            case messages.Rejected(why):
                 return self._exit_with(ExitAgent(2, why))
             case _:
                 return []
@@ -369,7 +350,7 @@ class Agent:
         uses_offer = self._ready is not None and self._ready.store_port == place.store.port
         if hosts_store and uses_offer:
             self._ready = None  # the offer is used, even if this node does not start the round
-        if place.round <= self._newest_round or self._is_leaving():
+        if place.round <= self._newest_round or self.is_leaving():
             return self._offer_store_port()  # rule 2
         if hosts_store and not uses_offer:
             return []  # the coordinator formed the round before it read this connection's `Join`, and will correct it
@@ -377,7 +358,7 @@ class Agent:
         if self.state is WorkersState.IDLE:
             return self._start(place, why)
         kept = self._elastic - self._failed_ranks()
-        if kept and self._settings.timing.inprocess and self.state in (WorkersState.RUNNING, WorkersState.FAILED):
+        if kept and self.settings.timing.inprocess and self.state in (WorkersState.RUNNING, WorkersState.FAILED):
             return self._reform(place, why, kept, now)
         self._next = (place, why)
         return [*self._stop(why), *self._offer_store_port()]
@@ -387,7 +368,7 @@ class Agent:
             return []  # rule 2
         self._newest_round = round
         self._next = None
-        self._notice = why
+        self.notice = why
         return [LogLine(why), *self._stop(why), *self._offer_store_port()]
 
     # workers ----------------------------------------------------------------------------------------------------------
@@ -400,8 +381,8 @@ class Agent:
     def _reform(self, place: Place, why: str, kept: set[int], now: float) -> list[AgentCommand]:
         self.state, self.place, self._failures = WorkersState.RUNNING, place, ()
         self._elastic, self._reforming = set(kept), set(kept)
-        self._reform_until = now + self._settings.timing.inprocess
-        command = ReformWorkers(place, why, tuple(sorted(kept)), self._settings.timing.shutdown)
+        self._reform_until = now + self.settings.timing.inprocess
+        command = ReformWorkers(place, why, tuple(sorted(kept)), self.settings.timing.shutdown)
         return [command, *self._offer_store_port()]
 
     def _replace(self, local_ranks: set[int], why: str) -> list[AgentCommand]:
@@ -419,7 +400,7 @@ class Agent:
         self._reforming -= self._failed_ranks()
         if self.state in (WorkersState.RUNNING, WorkersState.FAILED):
             self.state = WorkersState.FAILED
-            return self._send(Failed(round, trim(failures)))
+            return self._send(messages.Failed(round, trim(failures)))
         return []  # the workers are being stopped: `Stopped` reports the failures
 
     def _failed_ranks(self) -> set[int]:
@@ -429,9 +410,9 @@ class Agent:
         """Stop the workers, unless there are none or they are being stopped."""
         if self.state in (WorkersState.IDLE, WorkersState.STOPPING) or self.place is None:
             return []
-        self.state = WorkersState.STOPPING
+        self.state, self._leave_at = WorkersState.STOPPING, None
         self._reforming.clear()
-        return [StopWorkers(self.place.round, signum, self._settings.timing.shutdown, why)]
+        return [StopWorkers(self.place.round, signum, self.settings.timing.shutdown, why)]
 
     def _on_workers_stopped(self) -> list[AgentCommand]:
         self.state = WorkersState.IDLE
@@ -440,7 +421,7 @@ class Agent:
         if self._leave_signal:
             return self._exit_with(ExitAgent(128 + self._leave_signal, signal_name(self._leave_signal)))
         if self._closing:
-            return self._send(Stopped(trim(self._failures)))
+            return self._send(messages.Stopped(trim(self._failures)))
         if self._next:
             place, why = self._next
             self._next = None
@@ -452,32 +433,44 @@ class Agent:
 
     # the end ----------------------------------------------------------------------------------------------------------
 
-    def _is_leaving(self) -> bool:
+    def is_leaving(self) -> bool:
         return bool(self._leave_signal or self._closing or self._exit)
 
-    def _on_signal(self, signum: int, now: float) -> list[AgentCommand]:
-        if self._leave_signal:
-            is_repeated = signum == self._leave_signal and now - self._signalled_at < REPEATED_SIGNAL_S
-            if is_repeated or self.state is not WorkersState.STOPPING or self.place is None:
+    def _on_signal(self, signum: int, now: float, why: str = "") -> list[AgentCommand]:
+        if signum == self._leave_signal and now - self._signalled_at < REPEATED_SIGNAL_S:
+            return []
+        if self._leave_signal and self._leave_at is None:
+            if self.state is not WorkersState.STOPPING or self.place is None:
                 return []
-            return [
-                LogLine("second signal: killing the workers"),
-                StopWorkers(self.place.round, signum, 0.0, "second signal"),
-            ]
-        self._leave_signal = signum
-        self._signalled_at = now
-        self._next = None
-        why = signal_name(signum)
-        out = self._send(Leaving(why))
+            kill = StopWorkers(self.place.round, signum, 0.0, "second signal")
+            return [LogLine("second signal: killing the workers"), kill]
+        why, is_second = why or signal_name(signum), self._leave_at is not None
+        self._leave_signal, self._signalled_at, self._next = signum, now, None
+        if signum not in TERMINAL_SIGNALS and not is_second and (out := self._plan_to_leave(why, now)):
+            return out
+        out = self._send(messages.Leaving(why))
         if self.state is WorkersState.IDLE:
             return [*out, *self._exit_with(ExitAgent(128 + signum, why))]
         return [*out, LogLine(f"{why}: stopping the workers and leaving"), *self._stop(why, signum)]
 
-    def _on_drain(self, why: str) -> list[AgentCommand]:
+    def _on_drain(self, why: str, now: float) -> list[AgentCommand]:
         """Leave because an operator asked for it; the exit code is 0."""
-        if self._is_leaving():
+        if self.is_leaving():
             return []
-        return [*self._send(Leaving(why)), LogLine(f"{why}: leaving"), *self._exit_with(ExitAgent(0, why))]
+        if out := self._plan_to_leave(why, now):
+            self._exit, self._next = ExitAgent(0, why), None
+            return out
+        return [*self._send(messages.Leaving(why)), LogLine(f"{why}: leaving"), *self._exit_with(ExitAgent(0, why))]
+
+    def _plan_to_leave(self, why: str, now: float) -> list[AgentCommand]:
+        """Leave after a last commit, if the workers can make one (rule 5); empty if they cannot."""
+        place, timeout = self.place, self.settings.drain_timeout
+        has_state = place is not None and place.group_size > 1 and self._state_round == place.round
+        if not (timeout and has_state and self.is_connected and self.state is WorkersState.RUNNING):
+            return []
+        self._leave_at = now + timeout
+        log = LogLine(f"{why}: leaving after a commit of all ranks, in {timeout:g} s at the latest")
+        return [SendToCoordinator(messages.Leaving(why, is_planned=True)), log]
 
     def _on_closed(self, report: JobReport) -> list[AgentCommand]:
         has_succeeded = report.outcome is Outcome.SUCCEEDED
@@ -496,4 +489,4 @@ class Agent:
         if self.state is not WorkersState.IDLE:
             return self._stop(end.why)
         self.state = WorkersState.OVER
-        return [*self._send(Left(self._exit.why or f"exit {self._exit.code}")), self._exit]
+        return [*self._send(messages.Left(self._exit.why or f"exit {self._exit.code}")), self._exit]

@@ -5,7 +5,7 @@ from msgspec import Struct
 from ripstop.agent.health.assessment import HealthProblem
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.round import Place
-from ripstop.protocol.messages import FromAgent, FromCoordinator
+from ripstop.protocol.messages import FromAgent, FromCoordinator, LastCommit
 
 # inputs ---------------------------------------------------------------------------------------------------------------
 
@@ -93,6 +93,26 @@ class WorkerLeft(Struct, frozen=True):
     has_exited: bool = False
 
 
+class FirstCommit(Struct, frozen=True):
+    """A worker of this round has a `train.State` and makes its first commit."""
+
+    round: int
+
+
+class LastCommitDone(Struct, frozen=True):
+    """All workers of this round wait after its last commit, or cannot make it."""
+
+    round: int
+    commits: tuple[LastCommit, ...] = ()
+    why_not: str = ""
+
+
+class PreemptionNoticed(Struct, frozen=True):
+    """This machine will be taken away, says this file or URL."""
+
+    source: str
+
+
 class SignalReceived(Struct, frozen=True):
     """The agent received a signal that asks it to end."""
 
@@ -106,7 +126,7 @@ class Tick(Struct, frozen=True):
 AgentInput = (
     CoordinatorConnected | CoordinatorLost | CoordinatorMessage | WarmupDone | HealthChecked | StorePortReady
     | WorkersFailed | WorkersInspected | WorkersSucceeded | WorkersStopped | WorkerRegistered | WorkerReformed
-    | WorkerLeft | SignalReceived | Tick
+    | WorkerLeft | FirstCommit | LastCommitDone | PreemptionNoticed | SignalReceived | Tick
 )  # fmt: skip
 
 
@@ -165,6 +185,12 @@ class ReplaceWorkers(Struct, frozen=True):
     local_ranks: tuple[int, ...]
 
 
+class MakeLastCommit(Struct, frozen=True):
+    """Let the workers of this round make one more commit, and wait; then report `LastCommitDone`."""
+
+    round: int
+
+
 class InspectWorkers(Struct, frozen=True):
     """Read the workers' stacks, then report `WorkersInspected`."""
 
@@ -187,6 +213,6 @@ class ExitAgent(Struct, frozen=True):
 
 
 AgentCommand = (
-    SendToCoordinator | OpenStorePort | StartWorkers | StopWorkers | ReformWorkers | ReplaceWorkers | InspectWorkers
-    | LogLine | ExitAgent
+    SendToCoordinator | OpenStorePort | StartWorkers | StopWorkers | ReformWorkers | ReplaceWorkers | MakeLastCommit
+    | InspectWorkers | LogLine | ExitAgent
 )  # fmt: skip

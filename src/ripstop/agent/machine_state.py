@@ -10,6 +10,7 @@ from ripstop.protocol.messages import Status
 
 SIGTERM = 15
 SIGNAL_NAMES = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 10: "SIGUSR1", 12: "SIGUSR2", SIGTERM: "SIGTERM"}
+TERMINAL_SIGNALS = (2, 3)  # SIGINT, SIGQUIT: a person waits
 
 
 class AgentSettings(Struct, frozen=True):
@@ -21,6 +22,7 @@ class AgentSettings(Struct, frozen=True):
     timing: Timing = field(default_factory=Timing)
     rank_by: RankBy = RankBy.JOIN
     health_interval: float = 30.0
+    drain_timeout: float = 20.0  # for a last commit, before this node leaves; 0: it leaves at once
     store_port: int = 0  # the port that the user fixed for the store; 0: a new free port for every round
 
 

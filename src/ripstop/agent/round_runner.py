@@ -21,6 +21,8 @@ from ripstop.agent.activity import progress_text
 from ripstop.agent.event_recorder import EventRecorder
 from ripstop.agent.machine_io import (
     AgentInput,
+    FirstCommit,
+    LastCommitDone,
     StorePortReady,
     WorkerLeft,
     WorkerReformed,
@@ -36,7 +38,7 @@ from ripstop.agent.round_state import Round
 from ripstop.agent.store_ports import StorePorts
 from ripstop.agent.worker_exits import ExitKind, WorkerExits
 from ripstop.agent.worker_specs import WorkerSpecs, open_standbys
-from ripstop.diagnostics.evidence import not_started, read_memory
+from ripstop.diagnostics.evidence import read_memory
 from ripstop.diagnostics.evidence_events import MAX_RECORDED, to_event
 from ripstop.diagnostics.hang_monitor import HangMonitor, MonitoredWorkers
 from ripstop.logs.console import Console
@@ -46,9 +48,8 @@ from ripstop.model.config import RunConfig
 from ripstop.model.errors import StartError
 from ripstop.model.failure import Failure
 from ripstop.model.round import Place
-from ripstop.model.text_formatting import rank_list
 from ripstop.model.usage import StandbySample
-from ripstop.protocol.messages import Replicated
+from ripstop.protocol.messages import LastCommit, Replicated
 from ripstop.protocol.secret import state_key
 from ripstop.replication.supervisor import Supervisor
 from ripstop.workers.elastic_workers import ElasticWorkers
@@ -116,6 +117,8 @@ class RoundRunner:
             on_reformed=self._on_reformed,
         )
         self._state_memory = StateMemory(self._reports.path, self._identify_worker, self._saver, self._elastic)
+        self._state_memory.on_first_commit = lambda round: report(FirstCommit(round))
+        self._state_memory.on_last_commits = self._on_last_commits
         self.replication = Supervisor(config, node, self._state_memory, self._children, send_replicated)
         self._round: Round | None = None  # the one that runs, or ran last
         self._stores = StorePorts(environ, self._children, run_task, self._on_port_open)
@@ -131,14 +134,7 @@ class RoundRunner:
 
     def workers(self) -> Workers | None:
         """The workers that run, or ran last, for queries."""
-        round = self._round
-        if round is None or round.group is None or (round.monitor is None and not round.stopped.done()):
-            return None
-        progress = round.monitor.worker_progress() if round.monitor is not None else {}
-        exited = frozenset(round.exits.exited)
-        return Workers(
-            round.place, round.group.pids, round.logs, progress, exited, round.recorder_sockets, round.stopped
-        )
+        return self._round.workers() if self._round is not None else None
 
     @property
     def workers_have_terminal(self) -> bool:
@@ -153,13 +149,7 @@ class RoundRunner:
 
     def still_running_text(self) -> str:
         """Which workers have not stopped yet."""
-        round = self._round
-        if round is None:
-            return ""
-        ranks = [round.place.first_rank + r for r in range(round.place.slots) if r not in round.exits.exited]
-        if not ranks:
-            return "the workers have exited, their child processes have not"
-        return f"{rank_list(ranks)} still {'run' if ranks[1:] else 'runs'}"
+        return self._round.still_running_text() if self._round is not None else ""
 
     def signal_worker(self, pid: int, signum: int) -> None:
         """Signal a process, if it belongs to a live worker."""
@@ -310,6 +300,8 @@ class RoundRunner:
         logs.start(ranks)
         logs.prepare()
         logs.follow(self._console)
+        kept = {pid for rank, pid in group.live.items() if rank not in ranks}
+        self._loop.call_soon(self._state_memory.release, kept)  # after the signal
         await group.replace({rank: self._spec(round, rank) for rank in ranks}, grace)
         round.starting.clear()
         for files in round.old_files:
@@ -374,7 +366,7 @@ class RoundRunner:
         place = round.place
         failed = events.WorkerFailed(place.round, place.first_rank, 0, f"could not be started: {why}")
         self._recorder.record(failed, level=logging.ERROR)
-        failure = not_started(place, 0, host=round.host, at=time.time(), why=why, logs=round.logs.directory(0))
+        failure = round.start_failure(why, time.time())
         self._recorder.record(to_event(failure))
         self._report(WorkersFailed(place.round, (failure,)))
 
@@ -409,10 +401,8 @@ class RoundRunner:
     def _identify_worker(self, pid: int) -> WorkerIdentity | None:
         if (worker := self._worker(pid)) is None:
             return None
-        place, rank = worker[0].place, worker[1]
-        local_ranks = range(place.first_rank, place.first_rank + place.slots)
-        key = state_key(self._secret, self._config.run_id, place.round)
-        return WorkerIdentity(place.round, local_ranks[rank], place.world_size, local_ranks, key)
+        round, rank = worker
+        return round.identity(rank, state_key(self._secret, self._config.run_id, round.place.round))
 
     def _on_exit(self, round: Round, exit: Exit) -> None:
         number, rank = round.place.round, exit.local_rank
@@ -458,6 +448,16 @@ class RoundRunner:
                 log.error("cannot inspect the workers of round %d: %r", number, defect)
         self._report(WorkersInspected(number, failures))
 
+    # the last commit of a round ---------------------------------------------------------------------------------------
+
+    def make_last_commit(self, number: int) -> None:
+        slots = self._round.place.slots if self._round is not None else 0
+        if why_not := self._state_memory.end_after_commit(number, slots):
+            self._report(LastCommitDone(number, why_not=why_not))
+
+    def _on_last_commits(self, round: int, state: str, number: int, is_replicated: bool) -> None:
+        self._report(LastCommitDone(round, (LastCommit(state, number, needs_copies=not is_replicated),)))
+
     # stop -------------------------------------------------------------------------------------------------------------
 
     def stop(self, number: int, signum: int, grace: float, why: str) -> None:
@@ -476,6 +476,7 @@ class RoundRunner:
         if round.monitor is not None and grace > 0:
             await round.monitor.finish_inspection()
         if round.group is not None:
+            self._loop.call_soon(self._state_memory.release)  # after the signal, which `stop` sends before it waits
             await round.group.stop(grace, signum)
         if not round.stopped.done():
             round.stopped.set_result(None)

@@ -5,13 +5,16 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
+from ripstop.agent.query_handler import Workers
 from ripstop.agent.worker_exits import WorkerExits
-from ripstop.diagnostics.evidence import Memory, TimerKill, gather
+from ripstop.diagnostics.evidence import Memory, TimerKill, gather, not_started
 from ripstop.diagnostics.hang_monitor import HangMonitor
 from ripstop.logs.directory import RoundLogs
 from ripstop.model.failure import Failure
 from ripstop.model.round import Place
+from ripstop.model.text_formatting import rank_list
 from ripstop.workers.group import Exit, Group
+from ripstop.workers.state_memory import WorkerIdentity
 
 
 class Round(Struct):
@@ -33,6 +36,30 @@ class Round(Struct):
     kept: int = 0  # workers that went on in place
     started: tuple[float, float] | None = None  # when the start was requested, and when the workers ran
     stopped: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def identity(self, local_rank: int, key: str) -> WorkerIdentity:
+        place = self.place
+        local_ranks = range(place.first_rank, place.first_rank + place.slots)
+        return WorkerIdentity(place.round, local_ranks[local_rank], place.world_size, local_ranks, key)
+
+    def workers(self) -> Workers | None:
+        """For queries; None while they start."""
+        if self.group is None or (self.monitor is None and not self.stopped.done()):
+            return None
+        progress = self.monitor.worker_progress() if self.monitor is not None else {}
+        exited = frozenset(self.exits.exited)
+        return Workers(self.place, self.group.pids, self.logs, progress, exited, self.recorder_sockets, self.stopped)
+
+    def still_running_text(self) -> str:
+        """Which workers have not stopped yet."""
+        ranks = [self.place.first_rank + rank for rank in range(self.place.slots) if rank not in self.exits.exited]
+        if not ranks:
+            return "the workers have exited, their child processes have not"
+        return f"{rank_list(ranks)} still {'run' if ranks[1:] else 'runs'}"
+
+    def start_failure(self, why: str, at: float) -> Failure:
+        """The evidence that the workers could not be started."""
+        return not_started(self.place, 0, host=self.host, at=at, why=why, logs=self.logs.directory(0))
 
     def failure(self, exit: Exit) -> Failure:
         """The evidence of a worker that failed."""

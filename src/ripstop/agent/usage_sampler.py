@@ -54,7 +54,8 @@ def sample(
 ) -> NodeSample:
     """A sample of this node.  Call it in a thread: with many processes it takes a while."""
     number, ranks = (workers.place.round, _rank_samples(workers)) if workers else (0, ())
-    return NodeSample(time.time(), number, time.process_time(), linux.own_memory(), tuple(ranks), gpus, standbys)
+    own = time.process_time(), linux.own_memory()
+    return NodeSample(time.time(), number, *own, tuple(ranks), gpus, standbys, linux.load(), linux.stolen_time())
 
 
 def _rank_samples(workers: Workers) -> Iterator[RankSample]:
@@ -66,8 +67,9 @@ def _rank_samples(workers: Workers) -> Iterator[RankSample]:
             usage: tuple[Any, ...] = (rank, round(used.cpu, 3), used.memory, used.threads, used.processes, written)
             if told := workers.progress.get(local_rank):
                 usage += (told.step, told.rate, told.age, told.beats, told.step_age)
-                if told.commits is not None:
-                    usage += (told.commits.count, told.commit_age, told.commits.size, told.commits.stall)
+                made = told.commits
+                usage += (made.count, told.commit_age, made.size, made.stall) if made else (None,) * 4
+                usage += (told.profile,)
             yield RankSample(*usage)
 
 

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from ripstop.diagnostics.stack_dump import DUMP_SIGNAL
 from ripstop.logs.directory import RoundLogs
-from ripstop.model.config import RunConfig, Script
+from ripstop.model.config import RunConfig, Script, StragglerMode
 from ripstop.model.fault_injection import EXIT_SIGNAL
 from ripstop.model.round import Place
 from ripstop.workers.environment import local_environment, worker_environment
@@ -39,6 +39,7 @@ class WorkerSpecs(Struct, frozen=True):
             virtual_local_rank=self.config.virtual_local_rank,
             timer_pipe=self.config.timer_pipe,
             socket=self.socket,
+            finds_stragglers=self.config.stragglers.mode is not StragglerMode.OFF,
         )
 
     def process(self, place: Place, local_rank: int, logs: RoundLogs, recorder: str) -> ProcessSpec:

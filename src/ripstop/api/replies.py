@@ -33,13 +33,15 @@ class Ranks(Struct, frozen=True):
 class RankColumns(Struct, frozen=True):
     """What workers do and use, one entry a worker in each column; null if unknown.
 
-    `step` is the latest step that the worker reported, `step_time` the seconds of a step, `age` the seconds since its
-    last heartbeat.  `memory` (bytes) and `cpu` (seconds since its start) include its child processes.
+    `step` is the latest step that the worker reported, `step_time` the seconds of a step, `own_time` what a step would
+    take if no other worker were slower, `age` the seconds since its last heartbeat.  `memory` (bytes) and `cpu`
+    (seconds since its start) include its child processes.
     """
 
     rank: list[int]
     step: list[int | None]
     step_time: list[float | None]
+    own_time: list[float | None]
     age: list[float | None]
     memory: list[int]
     cpu: list[float]

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -24,17 +24,20 @@ from ripstop.api.replies import HistoryColumns, Usage
 from ripstop.coordinator import job_types
 from ripstop.coordinator.job import Job
 from ripstop.coordinator.job_types import JobInput, JobSettings, Predecessor
+from ripstop.coordinator.stragglers import Stragglers
 from ripstop.model import events
+from ripstop.model.config import StragglerMode
 from ripstop.model.errors import ProtocolError, QueryFailed
 from ripstop.model.event_json import from_json
 from ripstop.model.events import Sink
 from ripstop.model.failure import JobReport
 from ripstop.model.operator_commands import OperatorCommand
 from ripstop.model.status import JobStatus, NodeState, NodeStatus, Phase
-from ripstop.model.usage import StandbySample
+from ripstop.model.text_formatting import rank_list
+from ripstop.model.usage import NodeSample, StandbySample
 from ripstop.protocol.limits import bounded_record
 from ripstop.protocol.messages import Events, FromAgent, FromCoordinator, Heartbeat, Query, Reply
-from ripstop.telemetry.history import History, interval_s
+from ripstop.telemetry.history import FIRST_INTERVAL_S, History, interval_s
 from ripstop.telemetry.journal import Journal
 from ripstop.telemetry.metrics import Totals
 from ripstop.telemetry.stderr_log import log_event
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from ripstop.coordinator.metrics_collector import MetricsCollector
 
 READ_TIME_S = 0.01  # in which the event loop reads what has arrived
+SAMPLES_PER_LIMIT = 4  # of stragglers
 QUERY_TIMEOUT_S = 10.0  # for an agent's reply
 
 log = logging.getLogger("ripstop.coordinator")
@@ -105,8 +109,9 @@ class Coordinator:
         self._timer: asyncio.TimerHandle | None = None
         self.ended: asyncio.Future[JobReport] = self._loop.create_future()
         self.history = History()
+        self.stragglers = Stragglers(settings.stragglers)
         self._sampling: asyncio.Task[None] | None = None
-        self._sampling_timer = self._loop.call_later(interval_s(0), self._sample)
+        self._sampling_timer = self._loop.call_later(self._sampling_interval(0), self._sample)
         self._arm()
 
     def attach(self, node: str, send: Callable[[FromCoordinator], object], close: Callable[[], object]) -> Session:
@@ -161,7 +166,8 @@ class Coordinator:
 
     def status(self) -> JobStatus:
         status = self._job.status(self._now())
-        return replace(status, nodes=tuple(self._with_processes(node, status.round) for node in status.nodes))
+        nodes = tuple(self._with_processes(node, status.round) for node in status.nodes)
+        return replace(status, nodes=nodes, stragglers=self.stragglers.status(self._loop.time()))
 
     def wait_text(self) -> str:
         """What the job waits for, if it has no round."""
@@ -183,9 +189,9 @@ class Coordinator:
                 left = self._standbys.get(record.node, ())
                 self._standbys[record.node] = tuple(each for each in left if each.local_rank != rank)
 
-    def record(self, event: events.Event) -> None:
+    def record(self, event: events.Event, level: int = logging.INFO) -> None:
         """Add an event to the job's journal and to the log."""
-        log_event(log, self.journal.record(event, time.time()))
+        log_event(log, self.journal.record(event, time.time()), level)
 
     async def ask(self, node: str, query: str, argument: str = "", timeout_s: float = QUERY_TIMEOUT_S) -> str:
         """Send a query to a node and return its reply; raises `QueryFailed`."""
@@ -227,10 +233,29 @@ class Coordinator:
     def _sample(self) -> None:
         """Add a point to the history of a running round.  An agent that is busy delays the next one."""
         status = self._job.status(self._now())
-        self._sampling_timer = self._loop.call_later(interval_s(len(status.nodes)), self._sample)
+        self._sampling_timer = self._loop.call_later(self._sampling_interval(len(status.nodes)), self._sample)
         is_sampling = self._sampling is not None and not self._sampling.done()
         if status.phase is Phase.RUNNING and self.decides and not is_sampling:
             self._sampling = asyncio.create_task(self._collector.extend_history(), name="ripstop-history")
+
+    def _sampling_interval(self, nodes: int) -> float:
+        """Stragglers are looked for several times in their limit, but not so often that it loads a large job."""
+        usual, limits = interval_s(nodes), self.settings.stragglers
+        if limits.mode is StragglerMode.OFF:
+            return usual
+        return min(usual, max(limits.seconds / SAMPLES_PER_LIMIT, usual / FIRST_INTERVAL_S))
+
+    def on_samples(self, round: int, samples: Mapping[str, NodeSample]) -> None:
+        """Look for stragglers in new samples of a round's nodes."""
+        limits, now = self.settings.stragglers, self._loop.time()
+        if limits.mode is StragglerMode.OFF or not self.decides:
+            return
+        for event in self.stragglers.on_samples(round, samples, now):
+            self.record(event, logging.WARNING)
+        if limits.mode is StragglerMode.REPLACE:
+            for found in self.stragglers.status(now):
+                why = f"the other ranks wait for {rank_list(found.ranks)}"
+                self._feed(job_types.StragglerFound(found.node, round, why))
 
     def apply_command(self, command: OperatorCommand) -> None:
         """Apply an operator's command if it is allowed now (`model/operator_commands.py`)."""
@@ -280,7 +305,7 @@ class Coordinator:
                         self._fail_queries(node)
                         self._send_or_hold(session, None)
                 case job_types.RecordEvent(recorded):
-                    self.record(recorded)
+                    self.record(recorded, logging.DEBUG if self._is_logged_by_own_agent(recorded) else logging.INFO)
                 case job_types.JobEnded(report):
                     if not self.ended.done():
                         self.ended.set_result(report)
@@ -311,6 +336,13 @@ class Coordinator:
             session.close()
         elif self._sessions.get(session.node, session) is session:
             self._send(session, message)
+
+    def _is_logged_by_own_agent(self, event: events.Event) -> bool:
+        """Whether the agent in this process writes a line about the same fact: it has a place in the round."""
+        match event:
+            case events.RoundFormed() | events.JobClosing() | events.JobClosed():
+                return self.settings.own in self._job.places
+        return False
 
     def _send(self, session: Session, message: FromCoordinator) -> None:
         """A message that cannot be encoded closes only this node's connection."""

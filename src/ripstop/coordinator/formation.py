@@ -82,7 +82,8 @@ class Formation:
         if ready < least:
             self._quorum_since = None
             if now < gathering_since + join_timeout:
-                return Hold(f"waiting: {ready} of at least {least} nodes are ready ({reason})")
+                at_least = "at least " if least < self._settings.max_nodes else ""
+                return Hold(f"waiting: {ready} of {at_least}{least} nodes are ready ({reason})")
             unhealthy = members.first_unhealthy()
             detail = f"; node {unhealthy} is {members.unfit_reason(unhealthy)}" if unhealthy else ""
             need = f"{least} nodes are needed and {ready} ready after {join_timeout:g} s{detail}"

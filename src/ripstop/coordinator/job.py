@@ -3,8 +3,8 @@
 `Job.on(event, now)` changes the state and returns commands; `deadline()` is the time of the next `Tick`.  The driver
 (`driver.py`) owns the clock and the connections.  Parts with rules of their own: the nodes (`membership.py`,
 `liveness.py`), when a round forms (`formation.py`), its ranks (`ranks.py`), failures (`failure_policy.py`), the
-recovery of a round (`recovery.py`), copies of training state (`replication_plan.py`), the end (`job_end.py`), the
-status (`job_status.py`).  The rules of the whole:
+recovery of a round (`recovery.py`), copies of training state (`replication_plan.py`), nodes that leave with notice
+(`departure.py`), the end (`job_end.py`), the status (`job_status.py`).  The rules of the whole:
 
 1.  At most one round is live, and round numbers only grow.  The ranks of a round are exactly 0 … n-1.
 2.  A message about any other round than the live one changes nothing; its failures are kept as evidence at most.
@@ -31,7 +31,16 @@ status (`job_status.py`).  The rules of the whole:
 
 from collections.abc import Iterable, Mapping
 
-from ripstop.coordinator import failure_policy, job_end, job_status, job_types, ranks, recovery, replication_plan
+from ripstop.coordinator import (
+    departure,
+    failure_policy,
+    job_end,
+    job_status,
+    job_types,
+    ranks,
+    recovery,
+    replication_plan,
+)
 from ripstop.coordinator.formation import ChangeRound, Formation, GiveUp, Hold, Keep
 from ripstop.coordinator.job_types import Disconnect, JobCommand, JobInput, JobSettings, Predecessor, RecordEvent, Send
 from ripstop.coordinator.liveness import LATE_TICK_S
@@ -69,6 +78,7 @@ class Job:
         self.failure_policy = failure_policy.FailurePolicy(settings.budget, settings.timing.lease)
         self.replication = replication_plan.ReplicationPlan()
         self.memory = JobMemory()
+        self.departure = departure.Departure()  # of a node that leaves the live round with notice
         self.recovered_place: Place | None = None  # the first place that was reported of a round to recover
         self.last_return = now  # of a node of that round
         self.phase_since = now
@@ -107,6 +117,8 @@ class Job:
                 pass
             case job_types.Progressed(node, round):
                 self.progressed |= round == self.round and node in self.places  # rule 2
+            case job_types.StragglerFound():
+                departure.replace_straggler(self, event, now)
             case command:
                 self._on_operator_command(command, now)
         self._remove_expired(now)
@@ -184,6 +196,9 @@ class Job:
                 self._on_succeeded(node, round)
             case messages.Leaving(why):
                 self._on_leaving(node, why, now)
+                departure.begin(self, node, message)
+            case messages.LastCommitMade():
+                departure.on_made(self, node, message)
             case messages.Stopped(failures):
                 self.failure_policy.add_failures(failures, self.round)
                 self.awaiting_stop.discard(node)
@@ -310,8 +325,7 @@ class Job:
             if node in self.liveness.disconnected:
                 self._remove(node, "lost: its connection closed, and a peer failed", now)
         if self.phase is Phase.RUNNING:
-            first = next(iter(departing))
-            self.end_round(RoundEndCause.NODE_LEFT, f"a worker failed while node {first} was leaving", now)
+            self.end_round(RoundEndCause.NODE_LEFT, f"a worker failed while {next(iter(departing))} was leaving", now)
 
     # losses -----------------------------------------------------------------------------------------------------------
 
@@ -396,6 +410,8 @@ class Job:
                 self._form_or_hold(now)
             case Phase.RUNNING if self.places.keys() <= self.succeeded:
                 job_end.close(self, Outcome.SUCCEEDED, "all workers exited 0", now)
+            case Phase.RUNNING if departure.end_if_made(self, now):
+                self._form_or_hold(now)
             case Phase.RUNNING if self.failure_policy.is_undecided:
                 ruling = self.failure_policy.review(self._round_state(now), now)
                 if ruling.action:
@@ -449,7 +465,8 @@ class Job:
 
     def _notify(self, nodes: Iterable[str], why: str) -> None:
         for node in nodes:
-            self.send(node, messages.StandBy(self.round, self.membership.unfit_reason(node) or why))
+            own = self.why if node in self.liveness.leaving else self.membership.unfit_reason(node)
+            self.send(node, messages.StandBy(self.round, own or why))
 
     def _form(self, candidates: list[ranks.Candidate], now: float) -> None:
         nodes = ranks.order(candidates, self.settings.rank_by)

@@ -2,7 +2,7 @@
 
 from msgspec import Struct, field
 
-from ripstop.model.config import Budget, QuarantineLimits, Timing
+from ripstop.model.config import Budget, QuarantineLimits, StragglerLimits, Timing
 from ripstop.model.events import Event
 from ripstop.model.failure import JobReport
 from ripstop.model.operator_commands import OperatorCommand
@@ -22,6 +22,7 @@ class JobSettings(Struct, frozen=True):
     own: str = ""  # the node in the coordinator's process; it needs no lease
     rank_by: RankBy = RankBy.JOIN
     quarantine: QuarantineLimits = field(default_factory=QuarantineLimits)
+    stragglers: StragglerLimits = field(default_factory=StragglerLimits)
     allow_chaos: bool = False  # operators may inject faults
     target: int | None = None  # nodes that the job uses until an operator scales it; None: as many as possible
 
@@ -63,7 +64,15 @@ class Progressed(Struct, frozen=True):
     round: int
 
 
-JobInput = NodeMessage | NodeDisconnected | Tick | Progressed | OperatorCommand
+class StragglerFound(Struct, frozen=True):
+    """The ranks of this round wait for a rank of this node, which a spare should replace."""
+
+    node: str
+    round: int
+    why: str
+
+
+JobInput = NodeMessage | NodeDisconnected | Tick | Progressed | StragglerFound | OperatorCommand
 
 
 # commands -------------------------------------------------------------------------------------------------------------

@@ -185,6 +185,12 @@ class Membership:
         if node in self.members:
             self._update(node, now)
 
+    def isolate(self, node: str, why: str, now: float) -> list[Event]:
+        """A spare should take the place of this node."""
+        self.quarantine.isolate(self.members[node].node, why, now)
+        self._update(node, now)
+        return [NodeQuarantined(node, why, self._cooldown)]
+
     def release(self, now: float) -> list[Event]:
         """Release the nodes whose quarantine is over."""
         released = [node for node in self.quarantine.release(now) if node in self.members]

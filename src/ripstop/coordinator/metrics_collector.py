@@ -58,7 +58,8 @@ class MetricsCollector:
     async def usage(self) -> Usage:
         """What the workers do and use now, at most `CACHE_S` seconds old."""
         collection = await self._current()
-        return _usage(collection, self._coordinator.totals.checkpoint)
+        own_times = self._coordinator.stragglers.own_times()
+        return _usage(collection, self._coordinator.totals.checkpoint, own_times)
 
     async def extend_history(self) -> None:
         """Add the current samples to the job's history."""
@@ -66,6 +67,7 @@ class MetricsCollector:
         goodput = self._coordinator.totals.goodput
         ratio = goodput.spent(collection.at).ratio if goodput.has_steps else None
         self._coordinator.history.add(measure(collection.samples.values(), ratio, collection.at))
+        self._coordinator.on_samples(collection.status.round, collection.samples)
 
     async def progress(self) -> tuple[float, float | None]:
         """The goodput, of the last known step if the node does not reply, and the age of the last commit if known."""
@@ -119,7 +121,7 @@ def _page(totals: Totals, status: JobStatus, samples: Mapping[str, NodeSample], 
     return page(totals, status, samples, now)
 
 
-def _usage(collection: Collection, checkpoint: tuple[int, float] | None) -> Usage:
+def _usage(collection: Collection, checkpoint: tuple[int, float] | None, own_times: Mapping[int, float]) -> Usage:
     """The samples of the current round's ranks, and of all GPUs, as columns."""
     status, samples = collection.status, collection.samples
     current = [sample for sample in samples.values() if sample.round == status.round]
@@ -135,6 +137,7 @@ def _usage(collection: Collection, checkpoint: tuple[int, float] | None) -> Usag
             rank=[rank.rank for rank in ranks],
             step=[rank.step for rank in ranks],
             step_time=[round(1 / rank.steps_per_second, 6) if rank.steps_per_second else None for rank in ranks],
+            own_time=[None if rank.rank not in own_times else round(own_times[rank.rank], 6) for rank in ranks],
             age=[None if rank.age is None else round(rank.age, 3) for rank in ranks],
             memory=[rank.memory for rank in ranks],
             cpu=[rank.cpu for rank in ranks],

@@ -46,6 +46,12 @@ class Quarantine:
         record.why = f"at fault {times} in {now - record.faults[0]:.0f} s, last: {what}"
         return record.why
 
+    def isolate(self, node: Node, why: str, now: float) -> None:
+        """Put a node that the job can replace into quarantine, whatever its record."""
+        record = self.records.setdefault(node.id, FaultRecord(node.host))
+        record.until, record.why = now + self._limits.cooldown, why
+        self.changes += 1
+
     def reason(self, node: str) -> str:
         """Why a node is in quarantine; empty when it is not."""
         record = self.records.get(node)

@@ -125,6 +125,14 @@ class ReplicationPlan:
         sets.target = max(each.newest for each in reports) + sets.ahead
         return [(None, self._request(report.state))]
 
+    def request(self, round: int, state: str, number: int) -> Replicate:
+        """Copy this commit of the round now."""
+        sets = self._states.setdefault(state, _Sets(round))
+        if sets.round != round:
+            sets = self._states[state] = _Sets(round, complete=sets.complete, bytes=sets.bytes)
+        sets.target = number
+        return self._request(state)
+
     def _request(self, state: str) -> Replicate:
         sets = self._states[state]
         return Replicate(sets.round, state, sets.target, sets.complete)

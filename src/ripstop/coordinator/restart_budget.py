@@ -33,6 +33,9 @@ def cause_of(failures: Iterable[Failure]) -> Cause:
     return Cause.INFRASTRUCTURE if hangs and all(hangs) else Cause.APPLICATION
 
 
+FLAGS = {Cause.APPLICATION: "--max-restarts", Cause.INFRASTRUCTURE: "--max-infra-restarts"}
+
+
 class RestartDecision(Struct, frozen=True):
     """Whether the job may restart, after which delay, and why."""
 
@@ -80,17 +83,19 @@ class RestartBudget:
         if window:
             self._charges[cause] = [at for at in self._charges[cause] if at > now - window]
         spent = self.spent(cause, now)
-        scope = f"in {window:g} s" if window else "in all"
+        scope = f" in {window:g} s" if window else ""
         kind = "" if cause is Cause.APPLICATION else f"{cause} "
         if spent >= limit:
-            return RestartDecision(False, 0.0, f"{spent} of {limit} {kind}restarts {scope} are spent")
+            if limit:
+                return RestartDecision(False, 0.0, f"{spent} of {limit} {kind}restarts{scope} are used")
+            return RestartDecision(False, 0.0, f"no {kind}restart is allowed ({FLAGS[cause]}=0)")
         self._charges[cause].append(now)
         self.used += 1
         self.changes += 1
         self.early_failures = self.early_failures + 1 if early else 0
         delay = self._delay()
         pause = f", after a delay of {delay:g} s for {self.early_failures} early failures in a row" if delay else ""
-        return RestartDecision(True, delay, f"{kind}restart {spent + 1} of {limit} {scope}{pause}")
+        return RestartDecision(True, delay, f"{kind}restart {spent + 1} of {limit}{scope}{pause}")
 
     def refund(self) -> None:
         """Take back the last charge, because a lost node explains the failure.  `used` does not decrease."""

@@ -46,6 +46,7 @@ from ripstop.model.events import CheckpointSaved, Event, FirstStep, StateRestore
 from ripstop.model.failure import Failure, Hang
 from ripstop.model.round import Place
 from ripstop.model.text_formatting import clean, truncate_middle
+from ripstop.model.usage import StepProfile
 from ripstop.system import linux
 from ripstop.system.blocking_calls import run_in_daemon_thread
 from ripstop.system.safe_files import make_own_directory
@@ -132,6 +133,8 @@ class HangMonitor:
             case CommitReport(step, count, size, stall, age):
                 self._progress.on_commit(local_rank, step, Commits(count, stall, size, now - age), now)
                 self._record_first_step(rank, step, now)
+            case StepProfile():
+                self._progress.on_profile(local_rank, report)
             case RestoreReport(source, step, seconds) if source not in self._restore_sources:
                 self._restore_sources.add(source)
                 self._record(StateRestored(place.round, rank, source, step, seconds), logging.INFO)

@@ -22,6 +22,8 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from ripstop.model.usage import StepProfile
+
 SAMPLES_PER_TIMEOUT = 4
 IDLE_CPU_SHARE = 0.01
 NO_HEARTBEAT = "no heartbeat"  # rule 2
@@ -41,7 +43,7 @@ class Commits(Struct, frozen=True):
 class WorkerProgress(Struct, frozen=True):
     """What a worker reports: its step, steps per second, seconds since its last heartbeat, number of heartbeats.
 
-    Then the seconds since it reported a step, and its commits with the age of the last one.
+    Then the seconds since it reported a step, its commits with the age of the last one, and its step profile.
     """
 
     step: int | None
@@ -51,6 +53,7 @@ class WorkerProgress(Struct, frozen=True):
     step_age: float | None = None
     commits: Commits | None = None
     commit_age: float | None = None
+    profile: StepProfile | None = None
 
 
 class ActivitySample(Struct, frozen=True):
@@ -94,6 +97,7 @@ class _Worker(Struct):
     step_reported_at: float = 0.0
     has_heartbeat_steps: bool = False  # rule 8
     commits: Commits | None = None
+    profile: StepProfile | None = None
 
 
 class ProgressTracker:
@@ -122,6 +126,10 @@ class ProgressTracker:
             worker.commits = commits if commits.count else None
             if not worker.has_heartbeat_steps:
                 self._on_step(rank, worker, step, now)
+
+    def on_profile(self, rank: int, profile: StepProfile) -> None:
+        if worker := self._workers.get(rank):
+            worker.profile = profile
 
     def _on_step(self, rank: int, worker: _Worker, step: int, now: float) -> None:
         worker.step_reported_at = now
@@ -225,6 +233,7 @@ class ProgressTracker:
                 None if worker.step is None else now - worker.step_reported_at,
                 worker.commits,
                 now - worker.commits.at if worker.commits else None,
+                worker.profile,
             )
             for rank, worker in self._workers.items()
             if worker.heartbeats or worker.step is not None

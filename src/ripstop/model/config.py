@@ -174,6 +174,22 @@ class QuarantineLimits(Struct, frozen=True):
     cooldown: float = 600.0
 
 
+class StragglerMode(Enum):
+    """What happens when the other ranks wait for a slow one."""
+
+    OFF = "off"
+    REPORT = "report"
+    REPLACE = "replace"  # a spare takes the place of its node, if one is ready
+
+
+class StragglerLimits(Struct, frozen=True):
+    """A rank is a straggler if steps take `factor` times as long as without it, for `seconds`."""
+
+    mode: StragglerMode = StragglerMode.REPORT
+    factor: float = 1.5
+    seconds: float = 120.0
+
+
 class Tls(Struct, frozen=True):
     """PEM files.  `cert` and `key` are this node's own; `ca` verifies its peers (None: the system's authorities).
 
@@ -322,6 +338,9 @@ class RunConfig(Redacted, frozen=True):
     api: Address | None = None  # address of the HTTP API of a job on one node; None: no network API
     probe_port: int | None = None  # port of the health probes; None: no probes
     termination_log: Path | None = None  # file for this agent's termination message
+    stragglers: StragglerLimits = field(default_factory=StragglerLimits)
+    drain_timeout: float = 20.0  # a node that leaves waits so long for a commit of all ranks; 0: it does not wait
+    preemption_notice: str = ""  # a file or URL that says that this machine will be taken away; "": none
     allow_chaos: bool = False  # operators may inject faults into this node
     linger: bool = False  # stay after the end of the job, until a signal
     notes: tuple[str, ...] = ()  # logged once at the start: assumptions, flags without effect
@@ -339,6 +358,7 @@ class CoordinatorConfig(Redacted, frozen=True):
     budget: Budget = field(default_factory=Budget)
     timing: Timing = field(default_factory=Timing)
     quarantine: QuarantineLimits = field(default_factory=QuarantineLimits)
+    stragglers: StragglerLimits = field(default_factory=StragglerLimits)
     allow_chaos: bool = False
     log_dir: Path | None = None  # for the job's event file; None: no file
     own_log: OwnLog = field(default_factory=OwnLog)

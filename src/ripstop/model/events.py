@@ -1,241 +1,109 @@
 """The events of a job.  Event files, log lines, metrics, the API and the report are made from them.  Pure.
 
-An `EventRecord` is an event with its time, its observer and its sequence number there.
+The coordinator's events are in `job_events.py`, the agents' events are here; other modules import both from here.  An
+`EventRecord` is an event with its time, its observer and its sequence number there.
 
 Rules: (1) fields are numbers, texts, and lists of them; (2) the meaning of a kind and the type of a field never change:
 new ones are added.
 """
 
 from collections.abc import Callable
-from enum import StrEnum
 
 from msgspec import Struct
 
+from ripstop.model.event_base import MAX_TEXT, MAX_TRACEBACK, EventBase, RoundEndCause
 from ripstop.model.field_types import Int64
-
-MAX_TEXT = 1000  # characters of one field
-MAX_TRACEBACK = 8192  # characters of a field `traceback`
-
-
-def _snake_case(name: str) -> str:
-    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
-
-
-class _Event(Struct, frozen=True, tag_field="kind", tag=_snake_case):
-    """Base of all events: JSON with the class's name in snake case as `kind`."""
-
-
-class RoundEndCause(StrEnum):
-    """Why a round ended."""
-
-    APPLICATION = "application"  # a worker failed
-    INFRASTRUCTURE = "infrastructure"  # a worker hung
-    NODE_LOST = "node_lost"  # a node was lost
-    NODE_LEFT = "node_left"  # a node left the job
-    NODE_JOINED = "node_joined"  # a new node joined
-    NODE_UNFIT = "node_unfit"  # an unhealthy or quarantined node lost its place
-    SCALED = "scaled"  # an operator reduced the number of nodes
-    OPERATOR = "operator"  # an operator requested a new round
-    COORDINATOR = "coordinator"  # a new coordinator could not continue the round that it found
-
-
-# the coordinator's ----------------------------------------------------------------------------------------------------
-
-
-class JobStarted(_Event, frozen=True):
-    """A coordinator began to lead the job: its version, the node that runs it (empty: none), and the job's limits."""
-
-    run_id: str
-    version: str
-    coordinator_node: str
-    min_nodes: Int64
-    max_nodes: Int64
-    max_restarts: Int64
-
-
-class NodeJoined(_Event, frozen=True):
-    """A node joined the job.  It may not be ready yet."""
-
-    name: str
-    host: str
-    slots: Int64
-
-
-class NodeRejected(_Event, frozen=True):
-    """The coordinator rejected a node."""
-
-    name: str
-    why: str
-
-
-class NodeLeaving(_Event, frozen=True):
-    """A node stops its workers and leaves the job."""
-
-    name: str
-    why: str
-
-
-class NodeGone(_Event, frozen=True):
-    """A node is no longer part of the job.  `lost`: it was lost; otherwise it left."""
-
-    name: str
-    why: str
-    lost: bool
-
-
-class NodeUnhealthy(_Event, frozen=True):
-    """A node became unhealthy."""
-
-    name: str
-    problems: tuple[str, ...]
-
-
-class NodeHealthy(_Event, frozen=True):
-    """A node is healthy again."""
-
-    name: str
-
-
-class NodeQuarantined(_Event, frozen=True):
-    """A node failed too often and is in quarantine for `seconds`."""
-
-    name: str
-    why: str
-    seconds: float
-
-
-class NodeReleased(_Event, frozen=True):
-    """A node's quarantine is over."""
-
-    name: str
-
-
-class UnhealthyNodeRetained(_Event, frozen=True):
-    """An unhealthy or quarantined node keeps its place in the round."""
-
-    name: str
-    why: str
-
-
-class RoundFormed(_Event, frozen=True):
-    """A new round starts.  `nodes` are in the order of group ranks; `store` is the address of the round's store."""
-
-    round: Int64
-    nodes: tuple[str, ...]
-    world_size: Int64
-    store: str
-    restarts: Int64
-    why: str
-
-
-class RankRequestDenied(_Event, frozen=True):
-    """A node did not get the group rank that it requested (`--node-rank`)."""
-
-    round: Int64
-    name: str
-    requested_rank: Int64
-    rank: Int64
-    why: str
-
-
-class RoundFound(_Event, frozen=True):
-    """A new coordinator found a running round of this many nodes, and waits until they rejoin."""
-
-    round: Int64
-    nodes: Int64
-
-
-class RoundResumed(_Event, frozen=True):
-    """All nodes of the round that a new coordinator found have rejoined.  Training was not interrupted."""
-
-    round: Int64
-    nodes: Int64
-
-
-class RoundEnded(_Event, frozen=True):
-    """A round is over.  The next one starts as soon as possible, but not before `delay` seconds have passed."""
-
-    round: Int64
-    cause: str
-    why: str
-    delay: float
-
-
-class BudgetCharged(_Event, frozen=True):
-    """A failure or a hang needs a restart.
-
-    `used` of `limit` restarts of its budget are spent.  If not `allowed`, the budget was spent before, and the job
-    fails.
-    """
-
-    round: Int64
-    cause: str
-    used: Int64
-    limit: Int64
-    allowed: bool
-    why: str
-
-
-class HangDiagnosed(_Event, frozen=True):
-    """A round hangs, and its nodes were inspected.  `suspects` are the ranks that the others wait for."""
-
-    round: Int64
-    suspects: tuple[Int64, ...]
-    why: str
-
-
-class BudgetRefunded(_Event, frozen=True):
-    """The last charge is taken back, because the loss of this node caused the failure."""
-
-    round: Int64
-    name: str
-
-
-class ScaleRequested(_Event, frozen=True):
-    """An operator requested this number of nodes."""
-
-    nodes: Int64
-    accepted: bool
-    why: str
-
-
-class JobClosing(_Event, frozen=True):
-    """The job has failed or an operator stopped it.  Agents stop their workers and send evidence."""
-
-    outcome: str
-    why: str
-
-
-class JobClosed(_Event, frozen=True):
-    """The job is over."""
-
-    outcome: str
-    why: str
-    rounds: Int64
-    restarts: Int64
-
-
-class StateReplicated(_Event, frozen=True):
-    """Every node of the round has a copy of this commit on another node: the first such commit of the round."""
-
-    round: Int64
-    state: str
-    commit: Int64
-    bytes: Int64
-
-
-class OperatorAction(_Event, frozen=True):
-    """An operator's command, who sent it, and the result."""
-
-    action: str
-    by: str
-    result: str
+from ripstop.model.job_events import (
+    BudgetCharged,
+    BudgetRefunded,
+    HangDiagnosed,
+    JobClosed,
+    JobClosing,
+    JobStarted,
+    NodeGone,
+    NodeHealthy,
+    NodeJoined,
+    NodeLeaving,
+    NodeQuarantined,
+    NodeRejected,
+    NodeReleased,
+    NodeUnhealthy,
+    OperatorAction,
+    RankRequestDenied,
+    RoundEnded,
+    RoundFormed,
+    RoundFound,
+    RoundResumed,
+    ScaleRequested,
+    StateReplicated,
+    StragglerDetected,
+    StragglerEnded,
+    UnhealthyNodeRetained,
+)
+
+__all__ = [
+    "MAX_TEXT",
+    "MAX_TRACEBACK",
+    "RESTORE_SOURCES",
+    "AgentEnded",
+    "AgentMessage",
+    "AgentStarted",
+    "BudgetCharged",
+    "BudgetRefunded",
+    "CheckpointSaved",
+    "Event",
+    "EventRecord",
+    "FaultEnded",
+    "FaultInjected",
+    "FirstStep",
+    "HangDiagnosed",
+    "JobClosed",
+    "JobClosing",
+    "JobStarted",
+    "NodeGone",
+    "NodeHealthy",
+    "NodeJoined",
+    "NodeLeaving",
+    "NodeQuarantined",
+    "NodeRejected",
+    "NodeReleased",
+    "NodeUnhealthy",
+    "OperatorAction",
+    "RankRequestDenied",
+    "Recovered",
+    "RoundEndCause",
+    "RoundEnded",
+    "RoundFormed",
+    "RoundFound",
+    "RoundResumed",
+    "ScaleRequested",
+    "Sink",
+    "StandbyDiscarded",
+    "StandbysReady",
+    "StateReplicated",
+    "StateRestored",
+    "StepsDone",
+    "StragglerDetected",
+    "StragglerEnded",
+    "TimersMissed",
+    "UnhealthyNodeRetained",
+    "WarmedUp",
+    "WorkerEvidence",
+    "WorkerFailed",
+    "WorkerHangs",
+    "WorkersStarted",
+    "WorkersStopped",
+    "WorkersStopping",
+    "WorkersSucceeded",
+    "kind",
+    "max_chars",
+]
 
 
 # an agent's -----------------------------------------------------------------------------------------------------------
 
 
-class AgentStarted(_Event, frozen=True):
+class AgentStarted(EventBase, frozen=True):
     """An agent began: its versions, its program without secrets, and its settings that differ from the defaults."""
 
     run_id: str
@@ -248,7 +116,7 @@ class AgentStarted(_Event, frozen=True):
     settings: tuple[str, ...]
 
 
-class WarmedUp(_Event, frozen=True):
+class WarmedUp(EventBase, frozen=True):
     """Workers can be started: by which method, with which packages preloaded, and why another method is not used.
 
     `left_out` are imports of the script that every worker does itself, and why.
@@ -261,7 +129,7 @@ class WarmedUp(_Event, frozen=True):
     left_out: tuple[str, ...] = ()
 
 
-class WorkersStarted(_Event, frozen=True):
+class WorkersStarted(EventBase, frozen=True):
     """The workers of a round run on this node.
 
     `pids` are in the order of local ranks; `pause` is the time in seconds since the earlier workers failed.
@@ -278,7 +146,7 @@ class WorkersStarted(_Event, frozen=True):
     standbys: Int64 = 0  # of the workers, how many were standbys
 
 
-class StandbysReady(_Event, frozen=True):
+class StandbysReady(EventBase, frozen=True):
     """Standbys have warmed up: all that are ready now, by local rank, and their memory in bytes."""
 
     local_ranks: tuple[Int64, ...]
@@ -287,14 +155,14 @@ class StandbysReady(_Event, frozen=True):
     seconds: float
 
 
-class StandbyDiscarded(_Event, frozen=True):
+class StandbyDiscarded(EventBase, frozen=True):
     """A standby was not made, or was ended; workers are forked instead."""
 
     local_rank: Int64
     why: str
 
 
-class Recovered(_Event, frozen=True):
+class Recovered(EventBase, frozen=True):
     """This node's workers run again; `kept` of them went on in place.  A phase is in seconds, 0 if it was skipped.
 
     `detect`: from the fault until the agent noticed it.  `decide`: until the agent received its next round.  `stop`:
@@ -309,7 +177,7 @@ class Recovered(_Event, frozen=True):
     kept: Int64 = 0
 
 
-class FirstStep(_Event, frozen=True):
+class FirstStep(EventBase, frozen=True):
     """A worker of this node reported the first step of the round, `seconds` after the workers were started."""
 
     round: Int64
@@ -318,7 +186,7 @@ class FirstStep(_Event, frozen=True):
     seconds: float
 
 
-class StepsDone(_Event, frozen=True):
+class StepsDone(EventBase, frozen=True):
     """A round ended on this node.  A worker reported the steps from `first` to `last`, `seconds` apart."""
 
     round: Int64
@@ -328,7 +196,7 @@ class StepsDone(_Event, frozen=True):
     seconds: float
 
 
-class CheckpointSaved(_Event, frozen=True):
+class CheckpointSaved(EventBase, frozen=True):
     """A worker reported that it saved a checkpoint of this step."""
 
     round: Int64
@@ -340,7 +208,7 @@ class CheckpointSaved(_Event, frozen=True):
 RESTORE_SOURCES = ("memory", "peer", "disk")
 
 
-class StateRestored(_Event, frozen=True):
+class StateRestored(EventBase, frozen=True):
     """A worker restored a commit of `train.State`.  A node records the first one of each source."""
 
     round: Int64
@@ -350,7 +218,7 @@ class StateRestored(_Event, frozen=True):
     seconds: float
 
 
-class WorkerFailed(_Event, frozen=True):
+class WorkerFailed(EventBase, frozen=True):
     """A worker failed, or could not be started; the failure report has the evidence."""
 
     round: Int64
@@ -359,7 +227,7 @@ class WorkerFailed(_Event, frozen=True):
     why: str
 
 
-class WorkerEvidence(_Event, frozen=True):
+class WorkerEvidence(EventBase, frozen=True):
     """Evidence of a worker that failed or hangs, for the first workers of a node in a round.
 
     `failed_at` is the time of the exception, the exit or the last progress; `exitcode` is -1 if there is none.  For a
@@ -391,7 +259,7 @@ class WorkerEvidence(_Event, frozen=True):
     collectives: str
 
 
-class TimersMissed(_Event, frozen=True):
+class TimersMissed(EventBase, frozen=True):
     """A worker, or one of its child processes, missed the deadline of a timer."""
 
     round: Int64
@@ -400,7 +268,7 @@ class TimersMissed(_Event, frozen=True):
     why: str
 
 
-class WorkerHangs(_Event, frozen=True):
+class WorkerHangs(EventBase, frozen=True):
     """A worker made no progress for `seconds`.  `sign` is the symptom, `where` the worker's position in the code."""
 
     round: Int64
@@ -411,7 +279,7 @@ class WorkerHangs(_Event, frozen=True):
     where: str
 
 
-class FaultInjected(_Event, frozen=True):
+class FaultInjected(EventBase, frozen=True):
     """`ripstop chaos` injects a fault: into the worker of this rank, or into the node (-1).
 
     `pid` is the worker or the agent.  The agent undoes the fault after `seconds`; 0: there is nothing to undo.
@@ -425,7 +293,7 @@ class FaultInjected(_Event, frozen=True):
     seconds: float
 
 
-class FaultEnded(_Event, frozen=True):
+class FaultEnded(EventBase, frozen=True):
     """An injected fault is over: it is done, or it has been undone.  `why` says if it ended early or fell short."""
 
     id: str
@@ -433,33 +301,33 @@ class FaultEnded(_Event, frozen=True):
     why: str
 
 
-class WorkersSucceeded(_Event, frozen=True):
+class WorkersSucceeded(EventBase, frozen=True):
     """All workers of this node exited with code 0."""
 
     round: Int64
 
 
-class WorkersStopping(_Event, frozen=True):
+class WorkersStopping(EventBase, frozen=True):
     """This node's workers are being stopped."""
 
     round: Int64
     why: str
 
 
-class WorkersStopped(_Event, frozen=True):
+class WorkersStopped(EventBase, frozen=True):
     """All worker processes of this node have exited."""
 
     round: Int64
     seconds: float
 
 
-class AgentMessage(_Event, frozen=True):
+class AgentMessage(EventBase, frozen=True):
     """Another message for operators."""
 
     text: str
 
 
-class AgentEnded(_Event, frozen=True):
+class AgentEnded(EventBase, frozen=True):
     """This node's agent exits with this code."""
 
     code: Int64
@@ -471,7 +339,7 @@ Event = (
     | NodeUnhealthy | NodeHealthy | NodeQuarantined | NodeReleased | UnhealthyNodeRetained
     | RoundFormed | RankRequestDenied | RoundFound | RoundResumed | RoundEnded
     | BudgetCharged | HangDiagnosed | BudgetRefunded | ScaleRequested | JobClosing | JobClosed | OperatorAction
-    | StateReplicated
+    | StateReplicated | StragglerDetected | StragglerEnded
     | AgentStarted | WarmedUp | StandbysReady | StandbyDiscarded | WorkersStarted | Recovered | FirstStep | StepsDone
     | CheckpointSaved | StateRestored | WorkerFailed | WorkerEvidence | TimersMissed | WorkerHangs | WorkersSucceeded
     | WorkersStopping | WorkersStopped | FaultInjected | FaultEnded

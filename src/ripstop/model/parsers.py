@@ -4,6 +4,7 @@ A parser takes the flag's or variable's name for its error messages.  `config.py
 """
 
 import errno
+import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,16 @@ def integer(name: str, text: str, *, minimum: int, maximum: int, remedy: str = "
     if number > maximum:
         raise UsageError(f"{name}={text}: above the maximum ({maximum}); {remedy}")
     return number
+
+
+def number(name: str, text: str, *, above: float, maximum: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not above < value <= maximum:
+        raise UsageError(f"{name}={text}: not a number above {above:g} and up to {maximum:g}; write one, such as 1.5")
+    return value
 
 
 def port(name: str, text: str, *, minimum: int = 1) -> int:

@@ -65,6 +65,21 @@ class ReplicationStatus(Struct, frozen=True):
     bytes: int
 
 
+class StragglerStatus(Struct, frozen=True):
+    """Ranks of one node that the others wait for, since `seconds`.
+
+    A step takes `step_time`, and would take `median` if these ranks were like the median one.  `evidence` is what the
+    node's hardware and kernel say.
+    """
+
+    node: str
+    ranks: tuple[int, ...]
+    step_time: float
+    median: float
+    seconds: float
+    evidence: str
+
+
 class JobStatus(Struct, frozen=True):
     """One job.  `seconds` is the duration of its phase so far, `why` the reason for it.
 
@@ -92,3 +107,4 @@ class JobStatus(Struct, frozen=True):
     replication: tuple[ReplicationStatus, ...] = ()
     commit_age: float | None = None
     restored_from: tuple[str, ...] = ()
+    stragglers: tuple[StragglerStatus, ...] = ()

@@ -7,6 +7,21 @@ from msgspec import Struct
 
 from ripstop.model.field_types import Int64, Items
 
+MAX_ARRIVALS = 8  # of a StepProfile
+
+
+class StepProfile(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the time of a worker's steps goes (`train/step_profile.py`): the latest of `count` profiles.
+
+    `period` is the time of a step.  `arrivals` are the times from its start until the worker entered some of its
+    collectives.  `waiting` is the time that collectives took on the GPU.
+    """
+
+    count: Int64
+    period: float
+    arrivals: Items[float]
+    waiting: float | None = None
+
 
 class RankSample(Struct, frozen=True, forbid_unknown_fields=True):
     """One worker with all processes of its session.
@@ -30,6 +45,7 @@ class RankSample(Struct, frozen=True, forbid_unknown_fields=True):
     commit_age: float | None = None
     commit_bytes: Int64 | None = None
     commit_stall: float | None = None
+    profile: StepProfile | None = None
 
 
 class StepSample(Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,7 +58,10 @@ class StepSample(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GpuSample(Struct, frozen=True, forbid_unknown_fields=True):
-    """One GPU; `utilisation` is a fraction of 1."""
+    """One GPU; `utilisation` is a fraction of 1, clocks of its multiprocessors are in MHz.
+
+    `throttled` has the reasons for which the driver lowers the clock now, such as heat.
+    """
 
     index: Int64
     utilisation: float | None = None
@@ -52,6 +71,9 @@ class GpuSample(Struct, frozen=True, forbid_unknown_fields=True):
     power: float | None = None
     ecc_corrected: Int64 | None = None
     ecc_uncorrected: Int64 | None = None
+    clock: Int64 | None = None
+    clock_max: Int64 | None = None
+    throttled: Items[str] = ()
 
 
 class StandbySample(Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,3 +94,5 @@ class NodeSample(Struct, frozen=True, forbid_unknown_fields=True):
     ranks: Items[RankSample] = ()
     gpus: Items[GpuSample] = ()
     standbys: Items[StandbySample] = ()
+    load: float | None = None  # processes that run or wait, per CPU, in the last minute
+    steal: float | None = None  # seconds of CPU time since the start that the hypervisor gave to others, per CPU

@@ -1,8 +1,8 @@
 """Decides which events of a job are worth a message, and writes it.  Pure.
 
-Rules: (1) messages are about the whole job, and few: its end, a hang, a restart budget that is almost spent; (2) a
-message has no secret of ours, and values that look like secrets are removed from the texts of exceptions; (3) `text` is
-valid for Slack: no text of a job can mention anybody or become a link.
+Rules: (1) messages are about the whole job, and few: its end, a hang, a straggler, a restart budget that is almost
+spent; (2) a message has no secret of ours, and values that look like secrets are removed from the texts of exceptions;
+(3) `text` is valid for Slack: no text of a job can mention anybody or become a link.
 """
 
 from enum import StrEnum
@@ -32,6 +32,7 @@ class NotificationKind(StrEnum):
     JOB_INTERRUPTED = "job_interrupted"  # the node of the coordinator leaves
     RESTART_BUDGET_LOW = "restart_budget_low"
     HANG = "hang"
+    STRAGGLER = "straggler"
 
 
 class Notification(Struct, frozen=True):
@@ -72,6 +73,8 @@ class Notifications:
                 self._round, self._restarts, self._failures = round, restarts, []
             case events.HangDiagnosed(why=why):
                 return self._message(record, NotificationKind.HANG, "hangs", why)
+            case events.StragglerDetected(why=why):
+                return self._message(record, NotificationKind.STRAGGLER, "waits for a straggler", why)
             case events.BudgetCharged(cause=RoundEndCause.APPLICATION, used=used, limit=limit, allowed=True):
                 if limit - used <= LOW_BUDGET * limit:
                     left = f"{used} of {limit} restarts are used; {self._cause() or 'a worker failed'}"
@@ -110,6 +113,7 @@ ICONS = {
     NotificationKind.JOB_INTERRUPTED: "▲",
     NotificationKind.RESTART_BUDGET_LOW: "▲",
     NotificationKind.HANG: "▲",
+    NotificationKind.STRAGGLER: "▲",
 }
 
 

@@ -15,7 +15,17 @@ from ripstop.model.events import EventRecord, max_chars
 from ripstop.model.failure import MAX_STANDINGS
 from ripstop.model.round import Node, Place
 from ripstop.model.text_formatting import truncate, without_surrogates
-from ripstop.protocol.messages import Failed, FromAgent, Inspected, Join, Leaving, Left, Problems, Stopped
+from ripstop.protocol.messages import (
+    Failed,
+    FromAgent,
+    Inspected,
+    Join,
+    LastCommitMade,
+    Leaving,
+    Left,
+    Problems,
+    Stopped,
+)
 
 MAX_NAME = 256  # characters of a node's name, address, role or label
 MAX_PHRASE = 500  # characters of any other text
@@ -43,6 +53,8 @@ def bounded(message: FromAgent) -> FromAgent:
             return replace(_truncated(message), node=node, held=held, health_interval=interval)
         case Failed() | Inspected() | Stopped() | Problems():
             return _truncated(message)
+        case LastCommitMade(why_not=why):
+            return replace(message, why_not=truncate(why, MAX_PHRASE))
         case Leaving(why) | Left(why):
             return replace(message, why=truncate(why, MAX_PHRASE))
         case _:

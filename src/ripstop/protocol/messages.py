@@ -136,9 +136,29 @@ class Succeeded(ProtocolMessage, frozen=True):
 
 
 class Leaving(ProtocolMessage, frozen=True):
-    """The agent was asked to stop and is stopping its workers.  It takes part in no further round."""
+    """The agent was asked to stop and is stopping its workers.  It takes part in no further round.
+
+    `is_planned`: its workers go on until the round has a last commit (`MakeLastCommit`), or a deadline has passed.
+    """
 
     why: str
+    is_planned: bool = False
+
+
+class LastCommit(Struct, frozen=True, forbid_unknown_fields=True):
+    """The last commit of a State in a round; `needs_copies`: it is not known to be equal on all ranks."""
+
+    state: str
+    number: Int64
+    needs_copies: bool = True
+
+
+class LastCommitMade(ProtocolMessage, frozen=True):
+    """Reply to `MakeLastCommit`: all workers of this node wait after the round's last commit; or why they do not."""
+
+    round: Int64
+    commits: Items[LastCommit] = ()
+    why_not: str = ""
 
 
 class Stopped(ProtocolMessage, frozen=True):
@@ -252,6 +272,12 @@ class Drain(ProtocolMessage, frozen=True):
     why: str
 
 
+class MakeLastCommit(ProtocolMessage, frozen=True):
+    """A node leaves this round: its ranks make one more commit, after the same step, and wait for the round's end."""
+
+    round: Int64
+
+
 class Inspect(ProtocolMessage, frozen=True):
     """This round hangs on another node: report where this node's workers are, before they are stopped."""
 
@@ -330,10 +356,10 @@ class Renew(ProtocolMessage, frozen=True):
 Handshake = Challenge | Hello | Welcome | Rejected
 FromAgent = (
     Join | Ready | Problems | Failed | Inspected | Succeeded | Leaving | Stopped | Left | Events | Reply | Replicated
-    | Heartbeat | Remember | Follow | Promise | Renewed
+    | LastCommitMade | Heartbeat | Remember | Follow | Promise | Renewed
 )  # fmt: skip
 FromCoordinator = (
-    Assign | StandBy | Drain | Inspect | Query | Replicate | Closing | Closed | Rejected | Heartbeat
+    Assign | StandBy | Drain | MakeLastCommit | Inspect | Query | Replicate | Closing | Closed | Rejected | Heartbeat
     | Remember | Canvass | Office | Redirect | Renew
 )  # fmt: skip
 Message = Handshake | FromAgent | FromCoordinator

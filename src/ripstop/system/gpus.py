@@ -18,6 +18,15 @@ SYS = Path("/sys")
 PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 NVIDIA_VENDOR, DISPLAY_CLASS = "0x10de", "0x03"  # PCI vendor; prefix of the PCI class of GPUs
 
+# NVML's bits; an idle GPU, and one with clocks that the user has set, are not throttled
+THROTTLE_REASONS = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "heat (driver)",
+    0x40: "heat (hardware)",
+    0x80: "power brake",
+}
+
 
 class GpuDevice(Struct, frozen=True):
     """One GPU of this machine; `uuids` include those of its MIG instances; "" means unknown."""
@@ -190,7 +199,14 @@ def _usage(nvml: ModuleType, index: int) -> GpuSample | None:
         power=None if power is None else power / 1000,
         ecc_corrected=None if corrected is None else int(corrected),
         ecc_uncorrected=None if uncorrected is None else int(uncorrected),
+        clock=read(nvml.nvmlDeviceGetClockInfo, gpu, nvml.NVML_CLOCK_SM),
+        clock_max=read(nvml.nvmlDeviceGetMaxClockInfo, gpu, nvml.NVML_CLOCK_SM),
+        throttled=_throttled(read(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu) or 0),
     )
+
+
+def _throttled(reasons: int) -> tuple[str, ...]:
+    return tuple(name for bit, name in THROTTLE_REASONS.items() if reasons & bit)
 
 
 def free_memory(visible: str | None, index: int) -> int | None:

@@ -195,6 +195,21 @@ def _proc_value(pid: int, file_name: str, key: bytes) -> bytes:
     return next((line.split()[1] for line in lines if line.startswith(key)), b"0")
 
 
+def load() -> float:
+    """Processes that run or wait for a CPU or a disk, per CPU, in the last minute."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1)
+
+
+def stolen_time() -> float | None:
+    """Seconds since the start of the machine in which a CPU had work and the hypervisor ran others; None: unknown."""
+    try:
+        with open("/proc/stat", "rb", buffering=0) as file:
+            fields = file.read(256).split(b"\n")[0].split()
+        return int(fields[8]) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
+    except (OSError, IndexError, ValueError):
+        return None
+
+
 def own_memory() -> int:
     """Resident bytes of this process."""
     with open("/proc/self/statm", "rb", buffering=0) as file:

@@ -6,7 +6,7 @@ from ripstop.model.events import Event
 MAX_LISTED = 5  # names in one line
 
 LOG_LINES: dict[type[Event], str] = {
-    events.NodeJoined: "node={0.name} joined from {0.host} with {0.slots} slots",
+    events.NodeJoined: "node={0.name} joined from {0.host} workers={0.slots}",
     events.NodeRejected: "node={0.name} rejected: {0.why}",
     events.NodeLeaving: "node={0.name} is leaving: {0.why}",
     events.NodeGone: "node={0.name} {0.why}",
@@ -20,6 +20,8 @@ LOG_LINES: dict[type[Event], str] = {
     events.RoundFound: "round={0.round} was reported by an agent; waiting for its {0.nodes} nodes",
     events.RoundResumed: "round={0.round} continues: all {0.nodes} nodes have rejoined",
     events.HangDiagnosed: "round={0.round} hangs: {0.why}",
+    events.StragglerDetected: "round={0.round} straggler: {0.why}",
+    events.StragglerEnded: "round={0.round} node={0.name} has no straggler any more: {0.why}",
     events.JobClosing: "closing: {0.why}",
     events.JobClosed: "closed: {0.outcome}: {0.why}",
     events.StateReplicated: "round={0.round} state={0.state} commit={0.commit} has copies on other nodes",

@@ -47,6 +47,15 @@ JOB_METRICS = (  # of a JobStatus
     Metric("ripstop_restart_budget", "gauge", "Restarts that --max-restarts allows", field="max_restarts"),
     Metric("ripstop_restart_budget_used", "gauge", "Restarts charged to --max-restarts now", field="charged"),
 )
+STRAGGLER_METRICS = (
+    Metric("ripstop_stragglers", "gauge", "Ranks that the others wait for"),
+    Metric(
+        "ripstop_straggler_slowdown_ratio",
+        "gauge",
+        "How many times longer a step takes because of the stragglers of a node",
+        _NODE,
+    ),
+)
 REPLICATION_METRICS = (  # of a ReplicationStatus
     Metric(
         "ripstop_replication_lag_commits",
@@ -166,7 +175,15 @@ GPU_METRICS = (  # of a GpuSample
     Metric("ripstop_gpu_ecc_errors_total", "counter", "Memory errors since the driver started", (*_GPU, "kind")),
 )
 GROUPS = (
-    *(JOB_METRICS, REPLICATION_METRICS, HISTORY_METRICS, GOODPUT_METRICS, NODE_METRICS, RANK_METRICS),
+    *(
+        JOB_METRICS,
+        STRAGGLER_METRICS,
+        REPLICATION_METRICS,
+        HISTORY_METRICS,
+        GOODPUT_METRICS,
+        NODE_METRICS,
+        RANK_METRICS,
+    ),
     *(STANDBY_METRICS, GPU_METRICS),
 )
 METRICS = {metric.name: metric for group in GROUPS for metric in group}
@@ -200,6 +217,9 @@ def _put_job(metrics: "_Page", status: JobStatus) -> None:
         metrics.put("ripstop_phase", phase == status.phase, phase)
     for replica in status.replication:
         metrics.put_fields(REPLICATION_METRICS, replica, replica.state)
+    metrics.put("ripstop_stragglers", sum(len(found.ranks) for found in status.stragglers))
+    for found in status.stragglers:
+        metrics.put("ripstop_straggler_slowdown_ratio", found.step_time / found.median, found.node)
     states = Counter(node.state for node in status.nodes)
     for state in NodeState:
         metrics.put("ripstop_nodes", states[state], state)

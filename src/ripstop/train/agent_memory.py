@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,7 @@ class AgentMemory:
         self._has_message = select.poll()
         self._has_message.register(self._socket, select.POLLIN)
         self._held: set[CommitId] | None = None  # None: not asked for yet
+        self._is_ending = False
 
     def identity(self) -> Identity:
         return Identity(**self._ask({"identity": None}, [])[0])
@@ -103,8 +105,35 @@ class AgentMemory:
             raise AgentError(f"the agent has gone: {error}") from error
         return self._held
 
+    def is_last_commit_due(self, name: str) -> bool:
+        """Whether this round is about to end, after one more commit."""
+        self.held(name)
+        return self._is_ending
+
+    def wait_for_end(self, name: str, number: int, *, is_replicated: bool) -> None:
+        """This rank has made the round's last commit.  Returns when its worker is being stopped.
+
+        In a worker that goes on in place, it raises when the next round begins.
+        """
+        self._ask({"last": name, "number": number, "replicated": is_replicated}, [])
+        self._socket.settimeout(None)
+        try:
+            with interruption.waking(self._shut_down):
+                while self._is_ending:
+                    self._on_held(self._receive()[0])
+        except (OSError, ValueError) as error:
+            interruption.check()
+            raise AgentError(f"the agent has gone: {error}") from error
+        finally:
+            self._socket.settimeout(REPLY_TIMEOUT_S)
+
+    def _shut_down(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def _on_held(self, message: dict[str, Any]) -> None:
         self._held = {CommitId(*id) for id in message["held"]}
+        self._is_ending = bool(message.get("ending"))
 
     def _ask(self, request: dict[str, object], fds: list[int]) -> tuple[dict[str, Any], list[int]]:
         give_up_at = time.monotonic() + START_TIMEOUT_S

@@ -6,13 +6,15 @@ would be faster, but could leave a lock of the script's, or of a library's, held
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 is_elastic = False  # the training function runs inside `train.elastic`
 entries = 0  # of this process into its training function: the number of rounds in which it took part
 _is_over = threading.Event()
 _thread = 0  # the one that runs the function; others go on
 on_opposed: Callable[[str], None] | None = None  # set while the function runs
+_wake: Callable[[], None] | None = None  # set while the function waits
 
 
 class Interrupted(BaseException):
@@ -21,6 +23,8 @@ class Interrupted(BaseException):
 
 def interrupt() -> None:
     _is_over.set()
+    if (wake := _wake) is not None:
+        wake()
 
 
 def enter() -> None:
@@ -44,6 +48,18 @@ def check() -> None:
     """Raise if the round is over."""
     if _is_over.is_set() and threading.get_ident() == _thread:
         raise Interrupted("the round is over; train.elastic enters the function again")
+
+
+@contextmanager
+def waking(wake: Callable[[], None]) -> Iterator[None]:
+    """Call `wake` in another thread when the round is over.  It ends a wait in this block; then `check` raises."""
+    global _wake
+    _wake = wake
+    try:
+        check()
+        yield
+    finally:
+        _wake = None
 
 
 def oppose(why: str) -> None:

@@ -76,6 +76,10 @@ class RankStore:
         """The sum of all ranks' amounts so far."""
         return int(self._connected().add(self._key(topic), amount))
 
+    def has(self, topics: list[str]) -> bool:
+        """Whether all these values are there; does not wait."""
+        return self._world_size == 1 or bool(self._connected().check([self._key(topic) for topic in topics]))
+
     def get(self, topic: str, *, may_be_absent: bool = False) -> Any:
         """Wait for a value."""
         try:

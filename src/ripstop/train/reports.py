@@ -12,6 +12,7 @@ import socket
 import time
 
 from ripstop.train import interruption
+from ripstop.train.step_profile import StepProfile, StepProfiler, open_profiler
 
 SOCKET_VARIABLE = "RIPSTOP_SOCKET"  # the path of the agent's socket
 SEND_INTERVAL_S = 0.25
@@ -29,6 +30,8 @@ _sizes: dict[str, int] = {}  # of the last commit of each State
 _committed_at = 0.0
 _next_commit_send = 0.0
 _unsent_commit_step: int | None = None  # of the latest call of commit, if it was not sent
+_profiler: StepProfiler | None = None
+_profiler_pid = 0
 
 
 def heartbeat(step: int | None = None) -> None:
@@ -40,6 +43,8 @@ def heartbeat(step: int | None = None) -> None:
     global _heartbeats, _next_send, _unsent_step
     interruption.check()
     _heartbeats += 1
+    if step is not None and (profiler := _own_profiler()):
+        _send_profile(profiler.on_heartbeat(int(step)))
     now = time.monotonic()
     if now < _next_send and os.getpid() == _pid:
         _unsent_step = step
@@ -52,7 +57,8 @@ def heartbeat(step: int | None = None) -> None:
 
 
 @atexit.register
-def _send_last_step() -> None:
+def send_last_step() -> None:
+    """Send what was not sent yet."""
     if os.getpid() != _pid:
         return
     _send_later()
@@ -86,6 +92,8 @@ def commit_called(step: int) -> None:
     """Report a call of `State.commit` at this step, and this process's totals.  Called as often as `heartbeat`."""
     global _next_commit_send, _unsent_commit_step
     _unsent_commit_step = step
+    if profiler := _own_profiler():
+        _send_profile(profiler.on_commit(step))
     now = time.monotonic()
     if (now >= _next_commit_send or os.getpid() != _pid) and _send_commit():
         _next_commit_send = now + SEND_INTERVAL_S
@@ -94,10 +102,24 @@ def commit_called(step: int) -> None:
 def start_round() -> None:
     """Totals are of one round: this process takes part in another one now."""
     global _heartbeats, _unsent_step, _commits, _stall, _unsent_commit_step, _next_send, _next_commit_send
+    global _profiler_pid
     _heartbeats = _commits = 0
     _stall = _next_send = _next_commit_send = 0.0
     _unsent_step = _unsent_commit_step = None
     _unsent.clear()
+    _profiler_pid = 0  # the number of ranks decides whether there is a profiler
+
+
+def _own_profiler() -> StepProfiler | None:
+    global _profiler, _profiler_pid
+    if _profiler_pid != os.getpid():
+        _profiler, _profiler_pid = open_profiler() if os.environ.get(SOCKET_VARIABLE) else None, os.getpid()
+    return _profiler
+
+
+def _send_profile(profile: StepProfile | None) -> None:
+    if profile is not None and _profiler is not None:
+        _send({"profile": _profiler.count, **profile._asdict()})
 
 
 def _send_later() -> None:

@@ -34,6 +34,7 @@ from ripstop.train import checkpoint_files, content, gpu_copy, interruption, int
 from ripstop.train.agent_memory import AgentError, AgentMemory, Identity, connect
 from ripstop.train.agreement import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, may_free_others, newest_last, next_slot
 from ripstop.train.commit_buffer import CommitBuffer
+from ripstop.train.last_commit import LastCommit
 from ripstop.train.rank_store import RankStore, announce_absence
 from ripstop.train.replication import Comparison
 from ripstop.train.restoring import NO_SLOT, NotKept, Restoring, Shard, first_topic
@@ -93,6 +94,7 @@ class State:
         self._calls = 0  # of commit, since the restore
         self._next_call: int | None = 1  # that commits; None: to be read from rank 0
         self._last_commit = (0, 0.0)  # call and time
+        self._last: LastCommit | None = None  # of the round
 
     def __getattr__(self, key: str) -> Any:
         try:
@@ -165,6 +167,7 @@ class State:
             self._round = commit_round(self._worker.round, max(restoring.disk.newest_round, self._round))
         topic = f"saves {self._restores}"
         self._saves = Saves(self._name, topic, self._rank, self._memory, self._store, restoring.disk.interval)
+        self._last = LastCommit(self._store, self._rank, self._world_size, self._restores)
         topic = f"compare {self._restores}"
         self._comparison = Comparison(self._store, topic, self._world_size, restoring.is_replicated)
         if found is None:
@@ -252,12 +255,34 @@ class State:
         if not self._restores or (interruption.is_elastic and self._entry != interruption.entries):
             raise RuntimeError("commit() comes after restore(): call state.restore() once, before the training loop")
         began = time.perf_counter()
-        is_kept = self._commit(every, blocking)
+        self._calls += 1
+        is_last = self._is_last()
+        is_kept = self._commit(None if is_last else every, blocking or is_last)
         if self._store is not None:
             if is_kept and self._newest is not None:
                 reports.state_committed(self._name, self._newest[1].end, time.perf_counter() - began)
             reports.commit_called(self._step())
+        if is_last and is_kept:
+            self._wait_for_end()
         return is_kept
+
+    def _is_last(self) -> bool:
+        """Whether this call makes the last commit of the round, because a node leaves."""
+        if self._memory is None or self._last is None:
+            return False
+        try:
+            return self._memory.is_last_commit_due(self._name) and self._last.is_now(self._calls)
+        except AgentError:
+            return False
+
+    def _wait_for_end(self) -> None:
+        assert self._memory is not None and self._newest is not None
+        reports.send_last_step()
+        try:
+            is_replicated = bool(self._newest[1].flags & IS_REPLICATED)
+            self._memory.wait_for_end(self._name, self._number, is_replicated=is_replicated)
+        except AgentError as error:
+            log.warning("state %r: the agent does not end the round: %s", self._name, error)
 
     def _step(self) -> int:
         """For reports: the value `step`, or the number of commits."""
@@ -265,7 +290,6 @@ class State:
         return step if type(step) is int and step >= 0 else self._number
 
     def _commit(self, every: int | str | None, blocking: bool) -> bool:
-        self._calls += 1
         if (every is not None and not self._is_due(every)) or self._memory is None:
             return False
         if self._is_on_disk:

@@ -14,6 +14,7 @@ from ripstop.model.round import Place
 
 TIMER_FILE = "TORCHELASTIC_TIMER_FILE"  # the path of the timer pipe, for workers and agents
 SOCKET = "RIPSTOP_SOCKET"  # `train/reports.py` reads it
+STRAGGLER = "RIPSTOP_STRAGGLER"  # "off": `train/step_profile.py` makes no profiles
 
 ROUND_VARIABLES = (  # those that change for a worker that goes on in place; it keeps its error file
     "RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR",
@@ -55,6 +56,7 @@ def worker_environment(
     virtual_local_rank: bool = False,
     timer_pipe: Path | None = None,
     socket: str = "",
+    finds_stragglers: bool = True,
 ) -> dict[str, str]:
     """The complete environment of one worker.  On `socket`, if any, it reports its progress to the agent.
 
@@ -62,6 +64,8 @@ def worker_environment(
     """
     timers = {TIMER_FILE: str(timer_pipe)} if timer_pipe else {}
     reports = {SOCKET: socket} if socket else {}
+    if socket and not finds_stragglers:
+        reports[STRAGGLER] = "off"
     return (
         local_environment(base, place.slots, local_rank, virtual_local_rank=virtual_local_rank)
         | {

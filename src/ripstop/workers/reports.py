@@ -28,6 +28,7 @@ from msgspec import Struct
 
 from ripstop.model.errors import UsageError
 from ripstop.model.events import RESTORE_SOURCES
+from ripstop.model.usage import MAX_ARRIVALS, StepProfile
 from ripstop.system.socket_directory import HeldDirectory
 
 log = logging.getLogger("ripstop.workers")
@@ -77,7 +78,7 @@ class RestoreReport(Struct, frozen=True):
     seconds: float
 
 
-WorkerReport = WorkerHeartbeat | CheckpointReport | CommitReport | RestoreReport
+WorkerReport = WorkerHeartbeat | CheckpointReport | CommitReport | RestoreReport | StepProfile
 
 
 class Reports:
@@ -263,6 +264,10 @@ def read(data: bytes) -> WorkerReport | None:
         case {"restored": str(source), "step": int(step), "seconds": float(seconds)}:
             if source in RESTORE_SOURCES and _is_valid(step) and _is_duration(seconds):
                 return RestoreReport(source, step, seconds)
+        case {"profile": int(count), "period": float(period), "arrivals": list(arrivals), "waiting": waiting}:
+            times = [period, *arrivals, *([] if waiting is None else [waiting])]
+            if _is_valid(count) and len(arrivals) <= MAX_ARRIVALS and all(map(_is_duration, times)):
+                return StepProfile(count, period, tuple(arrivals), waiting)
     return None
 
 
@@ -270,5 +275,5 @@ def _is_valid(number: int) -> bool:
     return not isinstance(number, bool) and 0 <= number < MAX_STEP
 
 
-def _is_duration(seconds: float) -> bool:
-    return 0 <= seconds < MAX_SECONDS
+def _is_duration(seconds: Any) -> bool:
+    return isinstance(seconds, float) and 0 <= seconds < MAX_SECONDS

@@ -23,7 +23,7 @@ import socket
 import stat
 import struct
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,10 +83,15 @@ class StateMemory:
         self._held: dict[str, list[CommitId]] = {}  # by name: commits that workers must not overwrite
         self._listeners: dict[socket.socket, str] = {}  # connections that learn of changes in `held`, and the name
         self._drops: dict[str, tuple[int, range]] = {}  # by name: a round with a complete set lets others be freed
+        self._ending: set[socket.socket] = set()  # listeners whose workers make the last commit of their round
+        self._last: dict[int, tuple[str, int, bool]] = {}  # by rank: name, number, and whether all ranks have it equal
+        self.on_first_commit: Callable[[int], None] | None = None  # of a worker in this round
+        self.on_last_commits: Callable[[int, str, int, bool], None] | None = None  # of all workers in this round
         self.on_kept: Callable[[int, str, int, int], None] | None = None  # a worker's rank, name, slot, descriptor
 
     def listen(self) -> None:
         """Open the socket; called before every round, because a logout may remove its file."""
+        self._last = {}
         if self._path is None or (self._socket is not None and file_identity(self._path) == self._socket_identity):
             return
         self._stop_listening()
@@ -110,11 +115,8 @@ class StateMemory:
                 connection.close()
                 return
             connection.setblocking(False)
-            pid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[
-                0
-            ]
             self._connections.add(connection)
-            self._loop.add_reader(connection, self._serve, connection, pid)
+            self._loop.add_reader(connection, self._serve, connection, _peer_pid(connection))
 
     def _serve(self, connection: socket.socket, pid: int) -> None:
         try:
@@ -177,9 +179,14 @@ class StateMemory:
             case {"drop": str(name)}:
                 self._drop(name, worker.local_ranks)
                 return {}, []
+            case {"last": str(name), "number": int(number), "replicated": bool(is_replicated)}:
+                self._on_last_commit(worker, name, number, is_replicated)
+                return {}, []
             case {"held": str(name)}:
                 self._listeners[connection] = name
-                return self._held_message(name), []
+                if self.on_first_commit is not None:
+                    self.on_first_commit(worker.round)
+                return self._held_message(connection), []
             case {"keep": str(name), "slot": int(slot)} if 0 <= slot < MAX_SLOTS and len(name) <= MAX_NAME_CHARS:
                 why = self._keep(worker.rank, name, slot, fds)
                 return {"error": why} if why else {}, []
@@ -275,12 +282,7 @@ class StateMemory:
     def hold(self, name: str, ids: Iterable[CommitId], complete: CommitId | None) -> None:
         """Workers must not overwrite these commits.  If one is `complete` on all nodes, older copies are freed."""
         self._held[name] = list(ids)
-        message = json.dumps(self._held_message(name)).encode()
-        for connection in [each for each, state in self._listeners.items() if state == name]:
-            try:
-                connection.send(message)
-            except OSError:
-                self._close(connection)
+        self._tell([connection for connection, state in self._listeners.items() if state == name])
         newest = max(self._held[name])
         held = set(self._held[name])
         for key in [key for key, id in self._copies.items() if key[1] == name and id < newest and id not in held]:
@@ -290,6 +292,41 @@ class StateMemory:
         if name in self._drops and complete.round >= self._drops[name][0]:
             self._drop(name, self._drops.pop(name)[1])
 
+    def _tell(self, listeners: Iterable[socket.socket]) -> None:
+        for connection in listeners:
+            try:
+                connection.send(json.dumps(self._held_message(connection)).encode())
+            except OSError:
+                self._close(connection)
+
+    # the last commit of a round ---------------------------------------------------------------------------------------
+
+    def end_after_commit(self, round: int, workers: int) -> str:
+        """Let the workers make one more commit, after the same step, and wait; why this is not possible, or ""."""
+        listeners = [connection for connection in self._listeners if self._rounds.get(connection) == round]  # rule 5
+        if len(listeners) < workers:
+            return f"only {len(listeners)} of {workers} workers of a node have a train.State with a commit"
+        if len({self._listeners[connection] for connection in listeners}) > 1 or len(listeners) > workers:
+            return "a worker has several States"
+        self._ending = set(listeners)
+        self._tell(listeners)
+        return ""
+
+    def release(self, kept: Container[int] = ()) -> None:
+        """The workers are being stopped: those that wait may handle their signal.
+
+        Workers with the pids `kept` go on in place.  They wait until they learn of their next round.
+        """
+        find = self._elastic.find_worker if self._elastic is not None else int
+        released = {connection for connection in self._ending if find(_peer_pid(connection)) not in kept}
+        self._ending -= released
+        self._tell(released)
+
+    def _on_last_commit(self, worker: WorkerIdentity, name: str, number: int, is_replicated: bool) -> None:
+        self._last[worker.rank] = name, number, is_replicated
+        if self.on_last_commits is not None and len(self._last) == len(worker.local_ranks):
+            self.on_last_commits(worker.round, name, number, all(each[2] for each in self._last.values()))
+
     def forget_sets(self) -> None:
         """No other node takes copies any more: commits need not be kept for a set."""
         self._held.clear()
@@ -298,14 +335,16 @@ class StateMemory:
     def held(self, name: str) -> list[CommitId]:
         return self._held.get(name, [])
 
-    def _held_message(self, name: str) -> dict[str, Any]:
-        return {"held": [[id.round, id.number] for id in self._held.get(name, [])]}
+    def _held_message(self, connection: socket.socket) -> dict[str, Any]:
+        held = self._held.get(self._listeners[connection], [])
+        return {"held": [[id.round, id.number] for id in held], "ending": connection in self._ending}
 
     def _close(self, connection: socket.socket) -> None:
         self._loop.remove_reader(connection)
         self._connections.discard(connection)
         self._listeners.pop(connection, None)
         self._rounds.pop(connection, None)
+        self._ending.discard(connection)
         if self._elastic is not None:
             self._elastic.closed(connection)
         connection.close()
@@ -328,6 +367,12 @@ class StateMemory:
             for fd in slots.values():
                 os.close(fd)
         self._buffers.clear()
+
+
+def _peer_pid(connection: socket.socket) -> int:
+    pid: int
+    pid, _, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:

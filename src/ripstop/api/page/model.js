@@ -33,6 +33,7 @@ const CATEGORY = {
   worker_failed: "failure",
   worker_hangs: "failure",
   hang_diagnosed: "failure",
+  straggler_detected: "failure",
   timers_missed: "failure",
   budget_charged: "failure",
   budget_refunded: "failure",
@@ -88,6 +89,7 @@ export class Model {
     this.flags = new Map(); // ranks of the current round: "failed" or "hung", and why
     this.ranks = [];
     this.median = null; // step time
+    this.ownMedian = null; // of the times that ranks need without waiting for others
     this.closed = null; // the event job_closed
     this.lastFailure = null;
     this.lastLost = 0;
@@ -285,6 +287,10 @@ export class Model {
     columns?.rank.forEach((rank, index) => at.set(rank, index));
     const times = columns ? columns.step_time.filter((time) => time !== null).sort((a, b) => a - b) : [];
     this.median = times.length ? times[times.length >> 1] : null;
+    const own = columns ? columns.rank.map((_, i) => columns.own_time?.[i] ?? columns.step_time[i]) : [];
+    const owned = own.filter((time) => time !== null).sort((a, b) => a - b);
+    this.ownMedian = owned.length ? owned[(owned.length - 1) >> 1] : null;
+    const stragglers = new Set((status.stragglers ?? []).flatMap((found) => found.ranks));
     const silentAfter = Math.max(SILENT_S, SILENT_STEPS * (this.median || 0));
     const ranks = [];
     for (const node of status.nodes) {
@@ -303,6 +309,7 @@ export class Model {
           pid: node.pids[local] ?? null,
           step: has ? columns.step[index] : null,
           stepTime: has ? columns.step_time[index] : null,
+          ownTime: has ? own[index] : null,
           age: has ? columns.age[index] : null,
           memory: has ? columns.memory[index] : null,
           cpu: has ? columns.cpu[index] : null,
@@ -316,9 +323,9 @@ export class Model {
         else if (record.age !== null && record.age > silentAfter) {
           record.state = "silent";
           record.why = `no heartbeat for ${Math.round(record.age)} s`;
-        } else if (this.median && record.stepTime > STRAGGLER * this.median) {
+        } else if (stragglers.has(number) || (this.median && record.stepTime > STRAGGLER * this.median)) {
           record.state = "straggler";
-          record.why = `${(record.stepTime / this.median).toFixed(1)} times the median step time`;
+          record.why = `${(record.ownTime / this.ownMedian).toFixed(1)} times the median step time`;
         }
         ranks.push(record);
       }
@@ -395,7 +402,7 @@ export class Model {
     list("silent", (found) => `${who(found)}: no heartbeat for ${Math.round(Math.max(...found.map((r) => r.age)))} s`);
     list("straggler", (found) =>
       found.length === 1
-        ? `Rank ${found[0].rank} takes ${(found[0].stepTime / this.median).toFixed(1)} times the median step time`
+        ? `Rank ${found[0].rank} takes ${(found[0].ownTime / this.ownMedian).toFixed(1)} times the median step time`
         : `${found.length} ranks take more than ${STRAGGLER} times the median step time`,
     );
     for (const node of status.nodes)
@@ -446,6 +453,8 @@ const TEXTS = {
   budget_charged: (e) => `restart budget: ${e.used} of ${e.limit} used: ${e.why}`,
   budget_refunded: (e) => `restart budget: charge of round ${e.round} taken back, node ${e.name} was lost`,
   hang_diagnosed: (e) => `round ${e.round} hangs: ${e.why}`,
+  straggler_detected: (e) => `straggler: ${e.why}`,
+  straggler_ended: (e) => `no straggler on node ${e.name} any more: ${e.why}`,
   scale_requested: (e) => `scale to ${e.nodes} nodes${e.accepted ? "" : ` rejected: ${e.why}`}`,
   job_closing: (e) => `closing (${e.outcome}): ${e.why}`,
   job_closed: (e) => `closed (${e.outcome}): ${e.why}`,

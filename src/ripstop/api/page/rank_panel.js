@@ -112,8 +112,9 @@ export class RankPanel {
       return;
     }
     if (this.parts?.node !== rank.node) this.makeParts(rank);
-    const { median } = this.model;
-    const against = rank.stepTime !== null && median ? ` (${(rank.stepTime / median).toFixed(2)} × the median)` : "";
+    const { ownMedian } = this.model;
+    const against =
+      rank.ownTime !== null && ownMedian ? ` (${(rank.ownTime / ownMedian).toFixed(2)} × the median)` : "";
     const facts = [
       [
         "State",

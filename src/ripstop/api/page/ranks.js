@@ -302,14 +302,14 @@ export class Ranks {
     if (this.mode === "state") return (rank) => [states[rank.state], inks[rank.state] ?? onDark];
     const unknown = color("cell-unknown"),
       fills = SCALE.map(color);
-    const { median, ranks } = this.model;
+    const { ownMedian, ranks } = this.model;
     const most = Math.max(...ranks.map((rank) => rank.memory || 0)),
       least = Math.min(...ranks.map((rank) => rank.memory ?? Infinity));
     const level = {
       step: (rank) =>
-        rank.stepTime === null || !median
+        rank.ownTime === null || !ownMedian
           ? null
-          : [0.9, 1.15, 1.4, 1.8].filter((limit) => rank.stepTime / median > limit).length,
+          : [0.9, 1.15, 1.4, 1.8].filter((limit) => rank.ownTime / ownMedian > limit).length,
       age: (rank) => (rank.age === null ? null : [1, 5, 15, 30].filter((limit) => rank.age > limit).length),
       memory: (rank) =>
         rank.memory === null ? null : Math.min(4, Math.floor(((rank.memory - least) / Math.max(1, most - least)) * 5)),

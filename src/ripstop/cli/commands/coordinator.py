@@ -5,7 +5,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ripstop.cli.options.flags import Flag, parse
-from ripstop.cli.options.job import JOB_FLAGS, allow_chaos, budget, certificates, no_secret_warning, notify_url, own_log
+from ripstop.cli.options.job import (
+    JOB_FLAGS,
+    allow_chaos,
+    budget,
+    certificates,
+    no_secret_warning,
+    notify_url,
+    own_log,
+    stragglers,
+)
 from ripstop.cli.options.tracing import tracing
 from ripstop.model import parsers
 from ripstop.model.config import COORDINATOR_PORT, CoordinatorConfig, Timing
@@ -31,7 +40,12 @@ job
   --restart-window TIME         count only the restarts within this time (the whole run)
   --restart-backoff TIME        longest delay before a restart if workers fail again within seconds; 0: no delay (30)
   --max-infra-restarts N        how often the job may restart after hangs in one hour; not part of --max-restarts (3)
-  --notify-url URL              send a message to this webhook when the job ends, hangs, or has few restarts left
+  --straggler HOW               if the other ranks wait for a slow one: report it; replace its node by a spare, if one
+                                is ready; or off (report)
+  --straggler-factor NUMBER     how many times longer steps take because of a straggler (1.5)
+  --straggler-time TIME         for how long, until it is reported (2m)
+  --notify-url URL              send a message to this webhook when the job ends, hangs, has a straggler or few restarts
+                                left
   --allow-chaos                 let operators inject faults into the job (ripstop chaos)
 
 rendezvous
@@ -100,6 +114,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorCon
         rank_by=parsers.rank_by(conf_name, conf),
         budget=budget(args, notes),
         timing=timeouts,
+        stragglers=stragglers(args, notes),
         allow_chaos=allow_chaos(args, notes),
         log_dir=Path(log_dir) if log_dir not in ("", os.devnull) else None,
         own_log=own_log(args),

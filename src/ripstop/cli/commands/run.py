@@ -12,8 +12,17 @@ from msgspec.structs import asdict
 
 from ripstop.cli.options.devices import bindings, note_omp_threads, virtual_local_rank, workers_per_node
 from ripstop.cli.options.flags import Flag, ParsedArguments, parse
-from ripstop.cli.options.job import JOB_FLAGS, allow_chaos, budget, certificates, no_secret_warning, notify_url, own_log
-from ripstop.cli.options.monitoring import hang_timeout, health, probe_port, timer_pipe
+from ripstop.cli.options.job import (
+    JOB_FLAGS,
+    allow_chaos,
+    budget,
+    certificates,
+    no_secret_warning,
+    notify_url,
+    own_log,
+    stragglers,
+)
+from ripstop.cli.options.monitoring import hang_timeout, health, preemption_notice, probe_port, timer_pipe
 from ripstop.cli.options.output import checkpoints, event_handler, logs
 from ripstop.cli.options.program import (
     entrypoint,
@@ -99,9 +108,16 @@ failures
   --restart-backoff TIME      longest delay before a restart if workers fail again within seconds; 0: no delay (30)
   --hang-timeout TIME         if a worker makes no progress for this time, diagnose the hang and restart; 0: never (0)
   --max-infra-restarts N      how often the job may restart after hangs in one hour; not part of --max-restarts (3)
-  --notify-url URL            send a message to this webhook (Slack or other) when the job ends, hangs, or has few
-                              restarts left; the coordinator's node sends it
+  --straggler HOW             if the other ranks wait for a slow one: report it; replace its node by a spare, if one is
+                              ready; or off (report)
+  --straggler-factor NUMBER   how many times longer steps take because of a straggler (1.5)
+  --straggler-time TIME       for how long, until it is reported (2m)
+  --notify-url URL            send a message to this webhook (Slack or other) when the job ends, hangs, has a straggler
+                              or few restarts left; the coordinator's node sends it
   --allow-chaos               let operators inject faults into this node (ripstop chaos)
+  --drain-timeout TIME        a node that leaves with notice (SIGTERM, ripstop drain, a preemption) waits so long for a
+                              commit of all ranks, so that no step is repeated; 0: it leaves at once (20)
+  --preemption-notice WHERE   leave when this file exists, or this http:// URL answers with a text other than FALSE
   --shutdown-timeout TIME     time between SIGTERM and SIGKILL when workers are stopped (30)
   --inprocess-timeout TIME    time in which a worker with @train.elastic leaves a round that is over; then it is
                               replaced.  0: all workers are replaced after every fault (5)
@@ -202,6 +218,8 @@ FLAGS = (
     Flag("--replicate", "WHEN", choices=("auto", "off"), ours=True),
     Flag("--replicate-bandwidth", "SIZE", ours=True),
     Flag("--inprocess-timeout", "TIME", ours=True),
+    Flag("--drain-timeout", "TIME", ours=True),
+    Flag("--preemption-notice", "FILE|URL", ours=True),
     Flag("--shutdown-timeout", "TIME"),
     Flag("--signals-to-handle", "NAME,…"),
     Flag("--monitor-interval", "TIME"),
@@ -334,6 +352,9 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         api=api,
         probe_port=probe_port(args, environ),
         termination_log=Path(file) if (file := environ.get("RIPSTOP_TERMINATION_LOG")) else None,
+        stragglers=stragglers(args, notes),
+        drain_timeout=parsers.duration(*args.labelled("--drain-timeout", "20")),
+        preemption_notice=preemption_notice(args),
         allow_chaos=allow_chaos(args, notes),
         linger="--linger" in args,
         notes=(*notes, *timeout_notes, *token_notes),

@@ -6,7 +6,7 @@ from typing import Any
 from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand, table
 from ripstop.cli.options.flags import Flag
 from ripstop.model.errors import UsageError
-from ripstop.model.text_formatting import format_bytes, one_line
+from ripstop.model.text_formatting import format_bytes, one_line, rank_list
 
 NODE_COLUMNS: tuple[str, ...] = ("NODE", "HOST", "STATE", "RANKS", "ROLE")
 
@@ -49,12 +49,15 @@ def metrics(command: ParsedCommand) -> None:
 def render(status: dict[str, Any]) -> str:
     columns, rows = _nodes(status["nodes"])
     nodes_table = table(rows, columns)
-    return f"job {status['run_id']}: {', '.join(_facts(status))}\nreason: {status['why']}\n\n{nodes_table}"
+    about = [f"reason: {status['why']}", *map(_straggler, status.get("stragglers", ()))]
+    lines = "\n".join(about)
+    return f"job {status['run_id']}: {', '.join(_facts(status))}\n{lines}\n\n{nodes_table}"
 
 
 def render_markdown(status: dict[str, Any]) -> str:
     """A heading line, the reason, and the nodes as a table that GitHub, GitLab, Slack canvases and notebooks show."""
-    facts = [f"- {_escaped(fact)}" for fact in (*_facts(status), f"reason: {status['why']}")]
+    about = (f"reason: {status['why']}", *map(_straggler, status.get("stragglers", ())))
+    facts = [f"- {_escaped(fact)}" for fact in (*_facts(status), *about)]
     columns, nodes = _nodes(status["nodes"])
     rows = [columns, ("---",) * len(columns), *([_escaped(cell) for cell in row] for row in nodes)]
     lines = [
@@ -104,6 +107,14 @@ def _replication(copies: dict[str, Any]) -> str:
         return f"state {copies['state']} has no copies on other nodes"
     behind = f"{copies['commits']} commits and {copies['seconds']:.1f} s behind"
     return f"state {copies['state']} is copied to other nodes ({behind})"
+
+
+def _straggler(found: dict[str, Any]) -> str:
+    longer = f"{found['step_time'] / found['median']:.1f} times as long as the others need"
+    times = f"a step takes {found['step_time'] * 1e3:.0f} ms, {longer}"
+    since = f"for {_duration(found['seconds'])}"
+    evidence = f"; {found['evidence']}" if found["evidence"] else ""
+    return f"straggler {since}: {rank_list(found['ranks'])} on node {found['node']}: {times}{evidence}"
 
 
 def _row(node: dict[str, Any]) -> tuple[str, ...]:

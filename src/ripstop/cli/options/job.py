@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments
-from ripstop.model.config import Budget, LogFormat, LogLevel, OwnLog, Tls
+from ripstop.model.config import Budget, LogFormat, LogLevel, OwnLog, StragglerLimits, StragglerMode, Tls
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import duration, integer, tls, webhook_url
+from ripstop.model.parsers import duration, integer, number, tls, webhook_url
 
 JOB_FLAGS = (
     HELP_FLAG,
@@ -19,6 +19,9 @@ JOB_FLAGS = (
     Flag("--restart-backoff", "TIME", ours=True),
     Flag("--max-infra-restarts", "N", ours=True),
     Flag("--notify-url", "URL", ours=True),
+    Flag("--straggler", "HOW", choices=tuple(mode.value for mode in StragglerMode), ours=True),
+    Flag("--straggler-factor", "NUMBER", ours=True),
+    Flag("--straggler-time", "TIME", ours=True),
     Flag("--quiet", short="-q", ours=True),
     Flag("--log-level", "LEVEL", choices=tuple(level.value for level in LogLevel), ours=True),
     Flag("--log-format", "FORMAT", choices=tuple(form.value for form in LogFormat), ours=True),
@@ -26,7 +29,9 @@ JOB_FLAGS = (
 )
 MAX_RESTARTS = 1_000_000
 
-Chosen = TypeVar("Chosen", LogLevel, LogFormat)
+MAX_STRAGGLER_FACTOR = 100.0
+
+Chosen = TypeVar("Chosen", LogLevel, LogFormat, StragglerMode)
 
 
 def budget(args: ParsedArguments, notes: list[str]) -> Budget:
@@ -49,6 +54,17 @@ def budget(args: ParsedArguments, notes: list[str]) -> Budget:
 
 def notify_url(args: ParsedArguments) -> str:
     return webhook_url(*args.labelled("--notify-url")) if "--notify-url" in args else ""
+
+
+def stragglers(args: ParsedArguments, notes: list[str]) -> StragglerLimits:
+    default = StragglerLimits()
+    mode = _choice(args, "--straggler", StragglerMode, default.mode)
+    if mode is StragglerMode.OFF:
+        unused = (flag for flag in ("--straggler-factor", "--straggler-time") if flag in args)
+        notes.extend(f"{args.label(flag)} has no effect with --straggler=off" for flag in unused)
+    factor = number(*args.labelled("--straggler-factor", str(default.factor)), above=1.0, maximum=MAX_STRAGGLER_FACTOR)
+    seconds = duration(*args.labelled("--straggler-time", str(default.seconds)), positive=True)
+    return StragglerLimits(mode, factor, seconds)
 
 
 def own_log(args: ParsedArguments) -> OwnLog:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from ripstop.cli.options.flags import ParsedArguments
 from ripstop.model.config import HealthLimits
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import duration, health_limits, port
+from ripstop.model.parsers import duration, health_limits, port, webhook_url
 from ripstop.workers.environment import TIMER_FILE
 
 ENABLE_TIMERS = "TORCHELASTIC_ENABLE_FILE_TIMER"
@@ -52,6 +52,21 @@ def hang_timeout(args: ParsedArguments, notes: list[str]) -> float:
         label = args.label("--max-infra-restarts")
         notes.append(f"{label} has no effect without --hang-timeout: hangs are not detected")
     return timeout
+
+
+def preemption_notice(args: ParsedArguments) -> str:
+    """A file that need not exist, or a URL; "": none."""
+    if "--preemption-notice" not in args:
+        return ""
+    name, text = args.labelled("--preemption-notice")
+    if "://" in text:
+        if not text.startswith("http://"):
+            raise UsageError(f"{name}={text}: not a file and not an http:// URL; write http://HOST/PATH, or a path")
+        return webhook_url(name, text)
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise UsageError(f"{name}={text}: no such directory: {path.parent}; create it before the job starts")
+    return str(path.absolute())
 
 
 def probe_port(args: ParsedArguments, environ: Mapping[str, str]) -> int | None:

@@ -48,6 +48,7 @@ class Rank(Struct, frozen=True):
     state: RankState
     step: int | None = None
     step_time: float | None = None
+    own_time: float | None = None  # without waiting for others
     age: float | None = None
     memory: int | None = None
 
@@ -71,15 +72,16 @@ def view(status: dict[str, Any], usage: dict[str, Any] | None, flags: dict[int, 
     at = {rank: index for index, rank in enumerate(columns["rank"])} if columns else {}
     times = sorted(time for time in columns["step_time"] if time is not None) if columns else []
     median = times[len(times) // 2] if times else None
+    slow = {rank for found in status["stragglers"] for rank in found["ranks"]}
     ranks = []
     for node in status["nodes"]:
         for local in range(node["slots"] if node["first_rank"] >= 0 else 0):
             rank = node["first_rank"] + local
             index = at.get(rank)
-            names = ("step", "step_time", "age", "memory")
+            names = ("step", "step_time", "own_time", "age", "memory")
             used = {name: columns[name][index] for name in names} if columns and index is not None else {}
             pid = node["pids"][local] if local < len(node["pids"]) else None
-            state = flags.get(rank) or _state(node["state"], pid, used, median)
+            state = flags.get(rank) or _state(node["state"], pid, used, median, is_slow=rank in slow)
             ranks.append(Rank(rank, node["name"], node["host"], pid, state, **used))
     saved = None
     if usage is not None and usage["checkpoint_at"] is not None:
@@ -87,7 +89,7 @@ def view(status: dict[str, Any], usage: dict[str, Any] | None, flags: dict[int, 
     return JobView(status, tuple(sorted(ranks, key=lambda rank: rank.rank)), median, saved, **more)
 
 
-def _state(node: str, pid: int | None, used: dict[str, Any], median: float | None) -> RankState:
+def _state(node: str, pid: int | None, used: dict[str, Any], median: float | None, *, is_slow: bool) -> RankState:
     if node == "done":
         return RankState.DONE
     if pid is None:
@@ -95,7 +97,7 @@ def _state(node: str, pid: int | None, used: dict[str, Any], median: float | Non
     age, step_time = used.get("age"), used.get("step_time")
     if age is not None and age > max(SILENT_S, SILENT_STEPS * (median or 0.0)):
         return RankState.SILENT
-    if median and step_time is not None and step_time > STRAGGLER * median:
+    if is_slow or (median and step_time is not None and step_time > STRAGGLER * median):
         return RankState.STRAGGLER
     return RankState.RUNNING
 

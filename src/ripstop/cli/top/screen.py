@@ -66,7 +66,7 @@ def _or_last(value: float | None) -> float:
 SORTS: dict[str, Callable[[Rank], Any]] = {
     "rank": lambda rank: rank.rank,
     "state": lambda rank: (SEVERITY[rank.state], rank.rank),
-    "step time": lambda rank: (-_or_last(rank.step_time), rank.rank),
+    "step time": lambda rank: (-_or_last(rank.step_time if rank.own_time is None else rank.own_time), rank.rank),
     "heartbeat": lambda rank: (-_or_last(rank.age), rank.rank),
     "memory": lambda rank: (-_or_last(rank.memory), rank.rank),
 }
@@ -183,7 +183,8 @@ def _table(found: list[Rank], chosen: Selection, width: int, height: int) -> lis
         step = "-" if rank.step is None else str(rank.step)
         age = "-" if rank.age is None else duration(rank.age)
         memory = "-" if rank.memory is None else format_bytes(rank.memory)
-        step_time = "-" if rank.step_time is None else duration(rank.step_time)
+        own_time = rank.step_time if rank.own_time is None else rank.own_time
+        step_time = "-" if own_time is None else duration(own_time)
         text = (
             f"{rank.rank:>6} {rank.node[:name]:<{name}} {rank.state:<9} {step:>9} {step_time:>9} {age:>7} {memory:>9}"
         )

@@ -1,0 +1,49 @@
+"""What the agent's state machine (`machine.py`) tells people and probes about its node.  Pure."""
+
+from typing import TYPE_CHECKING
+
+from ripstop.agent.activity import Activity, ActivityKind
+from ripstop.agent.machine_state import WorkersState
+
+if TYPE_CHECKING:
+    from ripstop.agent.machine import Agent
+
+
+def reason_not_ready(agent: "Agent") -> str:
+    """Why this node cannot work for its job now; "" while its workers run or could start immediately."""
+    if agent.is_leaving():
+        return "the node is leaving, or the job is over"
+    if agent.state is WorkersState.RUNNING:
+        return ""
+    if not agent.is_warm:
+        return "the node is warming up"
+    if not agent.is_connected:
+        return f"the node has no coordinator: {agent.connection_error or 'not found yet'}"
+    if agent.passed_health_check:
+        return ""
+    problems = "; ".join(agent.problem_texts())
+    return f"the node is unhealthy: {problems}" if problems else "the first health check is not complete"
+
+
+def activity(agent: "Agent") -> Activity:
+    """What this node does, as far as the machine knows it."""
+    round, timing = agent.place.round if agent.place else 0, agent.settings.timing
+    match agent.state:
+        case WorkersState.RUNNING:
+            return Activity(ActivityKind.TRAINING, round=round)
+        case WorkersState.STOPPING:
+            return Activity(ActivityKind.STOPPING, limit=timing.shutdown, round=round)
+        case WorkersState.FAILED:
+            return Activity(ActivityKind.CLOSING, f"a worker of round {round} failed; the coordinator decides")
+        case WorkersState.SUCCEEDED:
+            return Activity(ActivityKind.CLOSING, "all workers of this node exited 0; other nodes still train")
+    if agent.is_leaving() or agent.state is WorkersState.OVER:
+        return Activity(ActivityKind.CLOSING, "the workers of this node have stopped; waiting for the report")
+    if not agent.is_warm:
+        return Activity(ActivityKind.WARMING_UP, "importing the modules of the script")
+    if not agent.is_connected:
+        return Activity(ActivityKind.CONNECTING, agent.connection_error, agent.coordinator_timeout())
+    if problems := agent.problem_texts():
+        limit = None if agent.passed_health_check else timing.join
+        return Activity(ActivityKind.UNHEALTHY, "; ".join(problems), limit)
+    return Activity(ActivityKind.WAITING, agent.notice)

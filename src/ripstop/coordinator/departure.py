@@ -1,0 +1,91 @@
+"""Nodes that leave a running round on purpose: with notice, or because a spare replaces a slow one.  Pure.
+
+A node that leaves with notice stays until the round has a last commit.  Rules
+1.  The coordinator tells all nodes of the round to make it, if the others can go on without the leaving node.
+    Otherwise, the node leaves at once.
+2.  When all ranks have made it, the parts of all nodes are copied to their partners, unless the state is equal on all
+    ranks.  Then the round ends.  Nothing is charged, and the next round continues from this commit.
+3.  If a node cannot make it, the leaving node does not wait.  The leaving node has a deadline of its own.  A round that
+    ends meanwhile for another reason ends this, too.
+"""
+
+from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
+
+from ripstop.coordinator.job_types import Send, StragglerFound
+from ripstop.coordinator.replication_plan import MAX_NAME_CHARS, MAX_NUMBER, MAX_STATES
+from ripstop.model.events import RoundEndCause
+from ripstop.model.status import Phase
+from ripstop.protocol import messages
+
+if TYPE_CHECKING:
+    from ripstop.coordinator.job import Job
+
+
+class Departure(Struct):
+    """The last commit of a round; `round` 0: none is being made."""
+
+    round: int = 0
+    node: str = ""  # the first that leaves
+    why: str = ""
+    done: dict[str, tuple[messages.LastCommit, ...]] = field(default_factory=dict)  # by node
+    is_copying: bool = False
+
+
+def begin(job: "Job", node: str, leaving: messages.Leaving) -> None:
+    """A node leaves, perhaps with notice."""
+    why = leaving.why
+    if not leaving.is_planned or job.departure.round == job.round > 0:
+        return  # or all nodes know already
+    can_go_on = job.membership.ready_count() >= job.settings.min_nodes and not job.succeeded
+    if job.phase is not Phase.RUNNING or node not in job.places or not can_go_on:
+        job.send(node, messages.StandBy(job.round, why))
+        return
+    job.departure = Departure(job.round, node, why)
+    job.commands += [Send(name, messages.MakeLastCommit(job.round)) for name in job.places]
+
+
+def on_made(job: "Job", node: str, made: messages.LastCommitMade) -> None:
+    """All workers of this node wait after the last commit, or cannot make it."""
+    departure = job.departure
+    if made.round != job.round or departure.round != job.round or node not in job.places:
+        return
+    if made.why_not or len(made.commits) > MAX_STATES or not all(map(_is_valid, made.commits)):
+        job.departure = Departure()
+        job.send(departure.node, messages.StandBy(job.round, f"{departure.why}; no common commit: {made.why_not}"))
+        return
+    departure.done[node] = made.commits
+
+
+def _is_valid(commit: messages.LastCommit) -> bool:
+    return len(commit.state) <= MAX_NAME_CHARS and 0 <= commit.number <= MAX_NUMBER
+
+
+def end_if_made(job: "Job", now: float) -> bool:
+    """End the round if all nodes have made its last commit, and have copies of it where they need them."""
+    departure = job.departure
+    if departure.round != job.round or not job.places.keys() <= departure.done.keys():
+        return False
+    last = {commit.state: commit for commits in departure.done.values() for commit in commits}
+    if all(place.partner for place in job.places.values()):
+        for commit in [commit for commit in last.values() if commit.needs_copies]:
+            complete = job.replication.complete(commit.state)
+            if complete is None or (complete.round, complete.number) < (job.round, commit.number):
+                if not departure.is_copying:
+                    request = job.replication.request(job.round, commit.state, commit.number)
+                    job.commands += [Send(name, request) for name in job.places]
+                departure.is_copying = True
+                return False
+    number = max((commit.number for commit in last.values()), default=0)
+    why = f"node {departure.node} leaves: {departure.why}; all ranks have commit {number}"
+    job.end_round(RoundEndCause.NODE_LEFT, why, now)
+    return True
+
+
+def replace_straggler(job: "Job", slow: StragglerFound, now: float) -> None:
+    """Let a spare take the place of a slow node, if one is ready."""
+    if slow.round != job.round or job.phase is not Phase.RUNNING or slow.node not in job.places or job.succeeded:
+        return
+    if job.membership.waiting and slow.node in job.membership.eligible:
+        job.events += job.membership.isolate(slow.node, slow.why, now)

@@ -1,0 +1,30 @@
+"""What all events of a job have in common, and why rounds end.  Pure."""
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+MAX_TEXT = 1000  # characters of one field
+MAX_TRACEBACK = 8192  # characters of a field `traceback`
+
+
+def _snake_case(name: str) -> str:
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
+
+
+class EventBase(Struct, frozen=True, tag_field="kind", tag=_snake_case):
+    """Base of all events: JSON with the class's name in snake case as `kind`."""
+
+
+class RoundEndCause(StrEnum):
+    """Why a round ended."""
+
+    APPLICATION = "application"  # a worker failed
+    INFRASTRUCTURE = "infrastructure"  # a worker hung
+    NODE_LOST = "node_lost"  # a node was lost
+    NODE_LEFT = "node_left"  # a node left the job
+    NODE_JOINED = "node_joined"  # a new node joined
+    NODE_UNFIT = "node_unfit"  # an unhealthy or quarantined node lost its place
+    SCALED = "scaled"  # an operator reduced the number of nodes
+    OPERATOR = "operator"  # an operator requested a new round
+    COORDINATOR = "coordinator"  # a new coordinator could not continue the round that it found

@@ -1,0 +1,162 @@
+"""Nodes leave with notice: the others continue from a commit of all ranks, and repeat no step."""
+
+import signal
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.e2e.harness import SCRIPTS, Agent, Job, wait_until
+from tests.e2e.test_operator_commands import output_of, status
+from tests.e2e.test_stragglers import job_events
+
+DRAIN = SCRIPTS / "drain.py"
+ELASTIC = SCRIPTS / "drain_elastic.py"
+
+
+class Worker(NamedTuple):
+    """One worker of a rank: where it began, and its last step."""
+
+    world: int
+    restored: int
+    last: int
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    env = {"STEPS_LOG": str(tmp_path / "steps"), "RIPSTOP_TOKEN": "secret"}
+    with Job(tmp_path, XDG_RUNTIME_DIR=str(tmp_path), TMPDIR=str(tmp_path), **env) as job:
+        yield job
+
+
+def workers_of(job: Job, rank: int = 0) -> list[Worker]:
+    found: dict[str, Worker] = {}
+    path = job.folder / f"steps.{rank}"
+    for line in path.read_text().rpartition("\n")[0].splitlines() if path.exists() else ():
+        pid, world, *rest = line.split()
+        step = int(rest[-1])
+        began = found[pid].restored if pid in found else step
+        found[pid] = Worker(int(world), began, step)
+    return list(found.values())
+
+
+def until_world(job: Job, world: int, steps: int = 5) -> Worker:
+    """Wait until the newest worker of rank 0 is in a round of this size, and has made some steps."""
+
+    def found() -> Worker | None:
+        workers = workers_of(job)
+        is_there = bool(workers) and workers[-1].world == world and workers[-1].last >= workers[-1].restored + steps
+        return workers[-1] if is_there else None
+
+    return wait_until(found, why=job.describe)
+
+
+def start(job: Job, count: int, *flags: str, nnodes: str = "2:3") -> list[Agent]:
+    first = job.node(*flags, nnodes=nnodes, script=DRAIN)
+    first.wait_for_log("joined from")
+    return [first, *(job.node(*flags, nnodes=nnodes, script=DRAIN) for _ in range(count - 1))]
+
+
+def lost_steps(job: Job) -> list[int]:
+    """The steps of rank 0 that were repeated after each departure."""
+    workers = workers_of(job)
+    return [before.last - after.restored for before, after in pairwise(workers) if before.world > after.world]
+
+
+def leave_and_return(job: Job, leaver: Agent) -> Agent:
+    leaver.signal(signal.SIGTERM)
+    assert leaver.wait() == 128 + signal.SIGTERM
+    until_world(job, 2)
+    new = job.node(nnodes="2:3", script=DRAIN)
+    until_world(job, 3)
+    return new
+
+
+def test_a_node_that_gets_sigterm_leaves_after_a_commit_of_all_ranks(job: Job) -> None:
+    agents = start(job, 3)
+    until_world(job, 3)
+    agents[2].signal(signal.SIGTERM)
+    assert agents[2].wait() == 128 + signal.SIGTERM
+    until_world(job, 2)
+    (ended,) = job_events(job, "round_ended")
+    (lost,) = lost_steps(job)
+    assert (lost, ended["cause"]) == (0, "node_left"), job.describe()
+    assert f"all ranks have commit {workers_of(job)[-2].last}" in ended["why"]
+    assert job_events(job, "budget_charged") == []
+
+
+def test_a_worker_goes_on_in_place_after_the_last_commit_and_repeats_no_step(job: Job) -> None:
+    """All workers wait after the last commit; the next round wakes the survivor, in the same process."""
+    flags = "--inprocess-timeout=60", "--drain-timeout=120"  # a busy machine is slow
+
+    def lines() -> list[list[str]]:
+        path = job.folder / "steps.0"
+        return [line.split() for line in path.read_text().rpartition("\n")[0].splitlines()] if path.exists() else []
+
+    def until_steps(world: str, count: int) -> None:
+        wait_until(lambda: sum(line[1] == world for line in lines()) > count or None, why=job.describe)
+
+    first = job.node(*flags, nnodes="1:2", script=ELASTIC)
+    first.wait_for_log("joined from")
+    second = job.node(*flags, nnodes="1:2", script=ELASTIC)
+    until_steps("2", 5)
+    second.signal(signal.SIGTERM)
+    assert second.wait() == 128 + signal.SIGTERM
+    before = len(lines())
+    until_steps("1", sum(line[1] == "1" for line in lines()) + 5)
+    assert len(lines()) > before and len({pid for pid, *_ in lines()}) == 1, job.describe()
+    steps = [int(rest[-1]) for _, _, *rest in lines() if "restored" not in rest]
+    assert steps == [*range(1, len(steps) + 1)]
+    ended = job_events(job, "round_ended")[-1]
+    assert ended["cause"] == "node_left" and "all ranks have commit" in ended["why"]
+    assert job_events(job, "budget_charged") == job_events(job, "worker_failed") == []
+
+
+@pytest.mark.long
+def test_ranks_that_commit_rarely_make_one_more_commit(job: Job) -> None:
+    job.env |= {"EVERY": "1000000"}
+    agents = start(job, 3)
+    until_world(job, 3)
+    agents[2].signal(signal.SIGTERM)
+    agents[2].wait()
+    assert until_world(job, 2).restored >= 5 and lost_steps(job) == [0]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_no_step_is_lost_in_twelve_departures(job: Job) -> None:
+    leaver = start(job, 3)[2]
+    until_world(job, 3)
+    for _ in range(12):
+        leaver = leave_and_return(job, leaver)
+    assert lost_steps(job) == [0] * 12
+    assert job_events(job, "budget_charged") == []
+
+
+@pytest.mark.long
+def test_the_state_of_a_drained_node_goes_to_the_spare(job: Job) -> None:
+    job.env |= {"OWN": "1"}
+    start(job, 3, "--rdzv-conf=target=2")
+    until_world(job, 2)
+    wait_until(lambda: any(n["state"] == "spare" for n in status(job)["nodes"]) or None, why=job.describe)
+    name = next(n["name"] for n in status(job)["nodes"] if n["first_rank"] == 1)
+    output_of(job, "drain", name)
+    wait_until(lambda: len(workers_of(job)) == 2 or None, why=job.describe)
+    until_world(job, 2)
+    before, after = workers_of(job)
+    assert before.last == after.restored > 0
+    assert workers_of(job, rank=1)[-1].restored == after.restored
+    assert job_events(job, "worker_failed") == []
+
+
+@pytest.mark.long
+def test_a_deadline_that_is_too_short_falls_back_to_the_newest_commit_and_says_so(job: Job) -> None:
+    job.env |= {"STEP_S": "1"}
+    agents = start(job, 3, "--drain-timeout=0.3")
+    until_world(job, 3, steps=5)  # the state is known to be equal on all ranks
+    agents[2].signal(signal.SIGTERM)
+    agents[2].wait_for_log(r"W no common commit of all ranks in 0\.3 s: leaving; the others continue from their newest")
+    assert agents[2].wait() == 128 + signal.SIGTERM
+    assert until_world(job, 2, steps=0).restored >= 1
