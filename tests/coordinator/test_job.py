@@ -29,7 +29,7 @@ from ripstop.coordinator.job_types import (
 )
 from ripstop.coordinator.liveness import LATE_TICK_S, RECONNECT_TIMEOUT_S
 from ripstop.coordinator.membership import MAX_HEALTH_CHECK_S
-from ripstop.coordinator.phase_transitions import TRANSITIONS
+from ripstop.coordinator.phases import TRANSITIONS
 from ripstop.model.config import Budget, QuarantineLimits, Timing
 from ripstop.model.events import (
     BudgetCharged,

@@ -5,7 +5,7 @@
 
 from pathlib import Path
 
-from ripstop.coordinator.phase_transitions import TRANSITIONS
+from ripstop.coordinator.phases import TRANSITIONS
 from ripstop.model.status import Phase
 
 PAGE = Path(__file__).parents[2] / "docs" / "rendezvous.md"

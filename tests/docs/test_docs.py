@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ripstop.cli.commands.completion import commands_flags
-from ripstop.coordinator.phase_transitions import TRANSITIONS
+from ripstop.coordinator.phases import TRANSITIONS
 from ripstop.model.parsers import ETCD_CONF, IGNORED_CONF, RDZV_CONF
 from tests.docs import crd_reference
 from tests.docs.state_diagram import PAGE, redrawn

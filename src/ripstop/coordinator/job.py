@@ -46,7 +46,7 @@ from ripstop.coordinator.job_types import Disconnect, JobCommand, JobInput, JobS
 from ripstop.coordinator.liveness import LATE_TICK_S
 from ripstop.coordinator.membership import Member, Membership, rejection_reason
 from ripstop.coordinator.memory import JobMemory
-from ripstop.coordinator.phase_transitions import TRANSITIONS
+from ripstop.coordinator.phases import TRANSITIONS
 from ripstop.coordinator.restart_budget import RestartBudget, is_early_failure
 from ripstop.model import events
 from ripstop.model import operator_commands as operator

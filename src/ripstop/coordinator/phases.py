@@ -1,8 +1,8 @@
-"""Which phases of a job may follow each other, and why they do; `docs/rendezvous.md` has a diagram of them.  Pure."""
+"""The phases of a job: which can follow which, and why.  Pure data."""
 
 from ripstop.model.status import Phase
 
-TRANSITIONS = {
+TRANSITIONS = {  # between phases, and their causes; docs/rendezvous.md has a diagram of them
     Phase.GATHERING: {
         Phase.RUNNING: "enough nodes are ready",
         Phase.RECOVERING: "a node reports a round to a new coordinator",
