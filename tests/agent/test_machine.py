@@ -673,12 +673,12 @@ def test_an_unhealthy_node_reports_that_once_and_is_ready_after_recovery() -> No
     commands = agent.on(HealthChecked((FULL,)), 1.0)
     assert commands == [
         LogLine(f"unhealthy: {FULL.text}; waiting at most 100 s for recovery before joining"),
-        SendToCoordinator(Problems((FULL.text,))),
+        SendToCoordinator(Problems((FULL.text,), version=1)),
     ]
     assert agent.on(HealthChecked((FULLER,)), 31.0) == []
     assert agent.on(HealthChecked(()), 61.0) == [
         LogLine("healthy again"),
-        SendToCoordinator(Problems()),
+        SendToCoordinator(Problems(version=2)),
         OpenStorePort(is_required=True),
     ]
 
@@ -686,7 +686,9 @@ def test_an_unhealthy_node_reports_that_once_and_is_ready_after_recovery() -> No
 def test_a_new_problem_is_reported() -> None:
     agent = running_agent()
     on(agent, HealthChecked((FULL,)), 2.0)
-    assert on(agent, HealthChecked((FULL, LOST)), 32.0) == [SendToCoordinator(Problems((FULL.text, LOST.text)))]
+    assert on(agent, HealthChecked((FULL, LOST)), 32.0) == [
+        SendToCoordinator(Problems((FULL.text, LOST.text), version=2))
+    ]
 
 
 def test_a_node_that_is_never_healthy_gives_up_after_the_join_timeout() -> None:
@@ -702,7 +704,7 @@ def test_a_node_that_is_never_healthy_gives_up_after_the_join_timeout() -> None:
 
 def test_a_node_that_was_healthy_once_never_gives_up_because_of_its_health() -> None:
     agent = running_agent()
-    assert on(agent, HealthChecked((FULL,)), 5.0) == [SendToCoordinator(Problems((FULL.text,)))]
+    assert on(agent, HealthChecked((FULL,)), 5.0) == [SendToCoordinator(Problems((FULL.text,), version=1))]
     assert agent.deadline() is None
     assert agent.state is WorkersState.RUNNING
 

@@ -1324,6 +1324,19 @@ def test_a_node_that_is_healthy_again_in_time_keeps_its_place() -> None:
     assert job.round == 1
 
 
+def test_an_old_report_of_problems_that_arrives_late_is_ignored() -> None:
+    job = running("a", "b", low=1)
+    full = Problems(FULL.problems, version=1)
+    assert recorded(job.on(NodeMessage("b", full), 10.0), NodeUnhealthy) == [NodeUnhealthy("b", FULL.problems)]
+    assert recorded(job.on(NodeMessage("b", Problems(version=2)), 11.0), NodeHealthy) == [NodeHealthy("b")]
+    assert job.on(NodeMessage("b", full), 12.0) == []
+    assert job.members["b"].problems == ()
+    late = join(job, "b", held=job.places["b"], status=Status.RUNNING, problems=full.problems, problems_version=1)
+    assert recorded(job.on(NodeMessage("b", late), 13.0), NodeUnhealthy) == []
+    newer = Problems(FULL.problems, version=3)
+    assert recorded(job.on(NodeMessage("b", newer), 14.0), NodeUnhealthy) == [NodeUnhealthy("b", FULL.problems)]
+
+
 def test_an_unhealthy_node_that_the_job_needs_is_retained_and_recorded_once() -> None:
     job = running("a", "b", low=2)
     retained = recorded(job.on(NodeMessage("b", FULL), 10.0), UnhealthyNodeRetained)

@@ -96,6 +96,7 @@ class Agent:
         self._reform_until = 0.0
         self.is_warm = False
         self._problems: tuple[HealthProblem, ...] = ()
+        self._problems_version = 0  # grows with each change: messages may arrive out of order
         self._unhealthy_since: float | None = None  # while no health check has passed yet
         self._ready: messages.Ready | None = None  # the offer that no round uses
         self._is_opening_port = False
@@ -207,17 +208,20 @@ class Agent:
 
     def _on_health_checked(self, problems: tuple[HealthProblem, ...], now: float) -> list[AgentCommand]:
         before, self._problems = self._problems, problems
+        has_changed = [problem.key for problem in before] != [problem.key for problem in problems]
+        self._problems_version += has_changed
+        report = messages.Problems(self.problem_texts(), self._problems_version)
         if not problems:
             self.passed_health_check, self._unhealthy_since = True, None
-            out = [LogLine("healthy again"), *self._send(messages.Problems())] if before else []
+            out = [LogLine("healthy again"), *self._send(report)] if before else []
             return [*out, *self._offer_store_port()]
         if not self.passed_health_check and self._unhealthy_since is None:
             self._unhealthy_since = now
-        if [problem.key for problem in before] == [problem.key for problem in problems]:
+        if not has_changed:
             return []
         texts, limit = self.problem_texts(), f"{self.settings.timing.join:g} s"
         wait = "" if self.passed_health_check else f"; waiting at most {limit} for recovery before joining"
-        return [LogLine(f"unhealthy: {'; '.join(texts)}{wait}"), *self._send(messages.Problems(texts))]
+        return [LogLine(f"unhealthy: {'; '.join(texts)}{wait}"), *self._send(report)]
 
     def problem_texts(self) -> tuple[str, ...]:
         return tuple(problem.text for problem in self._problems)
@@ -244,6 +248,7 @@ class Agent:
             closing=self._closing,
             problems=self.problem_texts(),
             health_interval=self.settings.health_interval,
+            problems_version=self._problems_version,
         )
         out: list[AgentCommand] = [SendToCoordinator(join)]
         if self._leave_signal:

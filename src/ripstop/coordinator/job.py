@@ -186,8 +186,8 @@ class Job:
         match message:
             case messages.Ready():
                 self.membership.set_ready(node, message, now)
-            case messages.Problems(problems):
-                self.events += self.membership.set_problems(node, problems, now)
+            case messages.Problems(problems, version):
+                self.events += self.membership.set_problems(node, problems, version, now)
             case messages.Failed(round, failures):
                 self._on_failed(node, round, failures, now)
             case messages.Inspected(round, failures):

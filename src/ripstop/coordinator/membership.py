@@ -38,6 +38,7 @@ class Member(Struct):
     replica_port: int = 0  # takes copies of training state; 0: the node takes none
     served: int = 0  # the last round whose store used a port offered over this connection
     problems: tuple[str, ...] = ()  # why the node is unhealthy
+    problems_version: int = 0
     unhealthy_since: float = 0.0
     health_interval: float = 0.0  # seconds between two health checks
 
@@ -115,7 +116,7 @@ class Membership:
             member.replica_port = join.ready.replica_port
         member.health_interval = join.health_interval
         self.liveness.connect(name, now)
-        return events + self.set_problems(name, join.problems, now)
+        return events + self.set_problems(name, join.problems, join.problems_version, now)
 
     def join_after_end(self, name: str, node: Node, now: float) -> None:
         """A node joins after the end, only to receive the report."""
@@ -143,14 +144,17 @@ class Membership:
         member = self.members[node]
         return Address(member.node.host, member.replica_port) if member.replica_port else None
 
-    def set_problems(self, node: str, problems: tuple[str, ...], now: float) -> list[Event]:
+    def set_problems(self, node: str, problems: tuple[str, ...], version: int, now: float) -> list[Event]:
+        """The node reports its problems.  An older report than the last one is ignored."""
         member, events = self.members[node], list[Event]()
+        if version < member.problems_version:
+            problems = member.problems
         if problems and not member.problems:
             member.unhealthy_since = now
             events.append(NodeUnhealthy(node, problems))
         elif member.problems and not problems:
             events.append(NodeHealthy(node))
-        member.problems = problems
+        member.problems, member.problems_version = problems, max(version, member.problems_version)
         self._update(node, now)
         return events
 

@@ -91,7 +91,8 @@ class Join(ProtocolMessage, frozen=True):
     `min_nodes`, `max_nodes` and `rank_by` are this agent's settings; they must be the same on all nodes.  `newest` is
     the highest round and `restarts` the highest restart count that the agent knows.  `held` is the round whose workers
     run here, or start as soon as older ones have stopped.  `closing` is the last `Closing` received, perhaps from an
-    earlier coordinator.  `problems` are the failed health checks, which run every `health_interval` seconds.
+    earlier coordinator.  `problems` are the failed health checks, which run every `health_interval` seconds;
+    `problems_version` counts their changes.
     """
 
     node: Node
@@ -107,12 +108,14 @@ class Join(ProtocolMessage, frozen=True):
     closing: "Closing | None" = None
     problems: Items[str] = ()
     health_interval: float = 30.0
+    problems_version: Int64 = 0
 
 
 class Problems(ProtocolMessage, frozen=True):
-    """The health checks that fail now; empty if the node is healthy."""
+    """The health checks that fail now; empty if the node is healthy.  `version` counts the changes."""
 
     problems: Items[str] = ()
+    version: Int64 = 0
 
 
 class Failed(ProtocolMessage, frozen=True):
