@@ -262,7 +262,7 @@ class Rules:
         for link in world.sessions.values():
             node = link.node
             connected = world.now - max(link.began, link.up_last, link.down_last, world.frozen_until)
-            if node.alive and link.linked and connected > STOP_TIMEOUT_S:
+            if node.alive and link.open and link.linked and connected > STOP_TIMEOUT_S:
                 require(node.machine._exit is not None, f"{node.id} does not know the end, and the coordinator ends")
 
     def reason_not_at_rest(self) -> str:

@@ -202,7 +202,7 @@ def a_drain_is_not_sent(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_drained_node_stays(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Agent, "_on_drain", lambda agent, why: [])
+    patch.setattr(Agent, "_on_drain", lambda agent, why, now: [])
 
 
 def an_operators_scale_is_ignored(patch: pytest.MonkeyPatch) -> None:
