@@ -191,7 +191,8 @@ class RoundRunner:
     # start ------------------------------------------------------------------------------------------------------------
 
     def start(self, place: Place, why: str, host: str) -> None:
-        self._stores.take(place)
+        if (unused := self._stores.take(place)) is not None:  # of a round that was stopped while it began
+            self._run_task(unused.close())
         self._run_task(self._start(place, why, host))
 
     async def _start(self, place: Place, why: str, host: str) -> None:
@@ -268,6 +269,9 @@ class RoundRunner:
         if self._timers is not None:
             self._timers.new_round()
         round.old_files = [old.logs.files(rank) for rank in range(place.slots) if rank not in staying]
+        group.discard([rank for rank in range(place.slots) if rank not in staying])
+        for rank in set(kept) - staying:  # it has just exited: its successor has nothing to leave
+            self._loop.call_soon(self._report, WorkerReformed(place.round, rank))
         self._run_task(self._reform(round, group, logs, why, grace, old_store))
 
     async def _reform(
@@ -276,6 +280,7 @@ class RoundRunner:
         began, place = self._loop.time(), round.place
         try:
             await self._stores.replace(old_store, place, self._config.timing.inprocess)
+            self._check_current(round)
             self._stores.serve(place, self._spawner)
             self._state_memory.listen()
             self.replication.start_round(place)
@@ -290,6 +295,11 @@ class RoundRunner:
             return
         self._on_started(round, group, why, began)
 
+    def _check_current(self, round: Round) -> None:
+        """Raise CancelledError if this round was replaced or stopped meanwhile."""
+        if self._round is not round or round.exits.is_stopping:
+            raise asyncio.CancelledError
+
     async def _start_in_place(
         self, round: Round, group: Group, logs: KeptLogs, local_ranks: Sequence[int], grace: float
     ) -> None:
@@ -297,6 +307,7 @@ class RoundRunner:
         ranks = sorted(round.starting)
         if self._logs_source is not None and ranks:
             logs.use(await self._logs_from_source(self._logs_source, round.place, self._new_logs(round.place)))
+            self._check_current(round)
         logs.start(ranks)
         logs.prepare()
         logs.follow(self._console)
@@ -315,6 +326,8 @@ class RoundRunner:
         round.reforming -= set(local_ranks)
         round.kept -= len(local_ranks)
         round.old_files += [round.logs.files(rank) for rank in local_ranks]
+        assert round.group is not None, "workers of the running round exist"
+        round.group.discard(local_ranks)
         self._run_task(self._replace(round, local_ranks))
 
     async def _replace(self, round: Round, local_ranks: Sequence[int]) -> None:

@@ -90,8 +90,10 @@ class StorePorts:
         if self._retry is not None:
             self._retry.cancel()
         await self.close_store()
-        for store, timer in self._ending.items():
+        ending, self._ending = self._ending, {}
+        for timer in ending.values():
             timer.cancel()
+        for store in ending:
             await store.close()
         if self._offered is not None:
             await self._offered.close()

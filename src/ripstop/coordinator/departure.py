@@ -36,9 +36,13 @@ class Departure(Struct):
 def begin(job: "Job", node: str, leaving: messages.Leaving) -> None:
     """A node leaves, perhaps with notice."""
     why = leaving.why
-    if not leaving.is_planned or job.departure.round == job.round > 0:
-        return  # or all nodes know already
+    if not leaving.is_planned:
+        return
     can_go_on = job.membership.ready_count() >= job.settings.min_nodes and not job.succeeded
+    if job.departure.round == job.round > 0:
+        if not can_go_on:  # with one more node that leaves
+            _give_up(job, why)
+        return  # all nodes know already
     if job.phase is not Phase.RUNNING or node not in job.places or not can_go_on:
         job.send(node, messages.StandBy(job.round, why))
         return
@@ -52,10 +56,17 @@ def on_made(job: "Job", node: str, made: messages.LastCommitMade) -> None:
     if made.round != job.round or departure.round != job.round or node not in job.places:
         return
     if made.why_not or len(made.commits) > MAX_STATES or not all(map(_is_valid, made.commits)):
-        job.departure = Departure()
-        job.send(departure.node, messages.StandBy(job.round, f"{departure.why}; no common commit: {made.why_not}"))
+        _give_up(job, f"{departure.why}; no common commit: {made.why_not}")
         return
     departure.done[node] = made.commits
+
+
+def _give_up(job: "Job", why: str) -> None:
+    """There is no last commit: the leaving nodes do not wait."""
+    job.departure = Departure()
+    for node in job.liveness.leaving:
+        if node in job.places:
+            job.send(node, messages.StandBy(job.round, why))
 
 
 def _is_valid(commit: messages.LastCommit) -> bool:

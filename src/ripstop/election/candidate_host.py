@@ -189,10 +189,9 @@ class CandidateHost:
 
     def _stop_leading(self) -> None:
         coordinator, self.coordinator = self.coordinator, None
-        if coordinator is None:
-            return
-        self._on_leader(None, None)
-        coordinator.stop()
+        if coordinator is not None:
+            self._on_leader(None, None)
+            coordinator.stop()
         peers, self._peers = self._peers, {}
         for peer in peers.values():
             peer.close()

@@ -162,7 +162,10 @@ class _Session:
         with self._lock:
             if self._next is not message or self._has_left:
                 return False
-            self._abort.abort()
+            try:
+                self._abort.abort()
+            except Exception as error:  # this thread must live on: the agent replaces a worker that does not come back
+                log.warning("the process groups could not be aborted: %r", error)
             return True
 
 

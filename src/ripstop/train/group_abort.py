@@ -123,7 +123,7 @@ def _shut_down(fd: int, inode: int | None, peers: set[tuple[str, int]] | None) -
 
 
 def _peer(connection: socket.socket) -> tuple[str, int] | None:
-    if connection.family == socket.AF_UNIX:
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return None
     host, port, *_ = connection.getpeername()
     return host.removeprefix("::ffff:"), port  # torch's sockets use IPv6 for IPv4 too

@@ -272,7 +272,7 @@ class State:
             return False
         try:
             return self._memory.is_last_commit_due(self._name) and self._last.is_now(self._calls)
-        except AgentError:
+        except (AgentError, RuntimeError):  # the agent or the store is gone: training goes on without a last commit
             return False
 
     def _wait_for_end(self) -> None:

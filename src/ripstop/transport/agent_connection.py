@@ -120,7 +120,8 @@ class AgentConnection(asyncio.BufferedProtocol):
             case _ if self._flush_timer is not None:
                 pass  # the connection is closing
             case Opcode.PING:
-                self._transport.write(pong_frame(payload))
+                if not self._transport.get_write_buffer_size():  # a peer that does not read gets no more
+                    self._transport.write(pong_frame(payload))
             case Opcode.PONG:
                 self._on_heartbeat()
             case Opcode.BINARY:

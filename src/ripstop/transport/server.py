@@ -131,13 +131,13 @@ class Server:
             yield connection
 
     async def _start_connection(self, connection: socket.socket) -> None:
-        if self._tls is not None:
-            self._start_tls(connection, self._tls)
-            return
         loop = asyncio.get_running_loop()
         try:
+            if self._tls is not None:
+                self._start_tls(connection, self._tls)
+                return
             transport, _ = await loop.connect_accepted_socket(self._preauth, connection)
-        except OSError:
+        except OSError:  # the peer has already disconnected
             connection.close()
         else:
             self._unauthenticated.add(transport)

@@ -89,13 +89,21 @@ class Group:
 
         The exits of the old ones are not reported.  A start or replacement in progress is cancelled first.
         """
+        await self._cancel_start()
         if self._stopping:
             raise asyncio.CancelledError
-        if self._start is not None and not self._start.done():
-            self._start.cancel()
-            await asyncio.wait([self._start])
         self._start = asyncio.ensure_future(self._replace(specs, grace))
         await self._start
+
+    async def _cancel_start(self) -> None:
+        """Until none is in progress: whoever waited too may have begun another one."""
+        while self._start is not None and not self._start.done():
+            self._start.cancel()
+            await asyncio.wait([self._start])
+
+    def discard(self, ranks: Collection[int]) -> None:
+        """Report no exit of these workers any more: `replace` follows."""
+        self._discarded |= {pid for rank, pid in self.live.items() if rank in ranks}
 
     async def _replace(self, specs: Mapping[int, ProcessSpec], grace: float) -> None:
         old = {self._pids[rank] for rank in specs}
@@ -165,9 +173,7 @@ class Group:
         """End all workers and their descendants.  May be called again, also meanwhile with a shorter grace."""
         began = time.monotonic()
         self._stopping = True
-        if self._start is not None and not self._start.done():
-            self._start.cancel()
-            await asyncio.wait([self._start])
+        await self._cancel_start()
         succeeded = not self._live and not self._failed
         if self._live and grace > 0:
             if signum not in self._sent:

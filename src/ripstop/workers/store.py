@@ -110,9 +110,13 @@ def _listen_and_reserve(host: str, port: int) -> tuple[socket.socket, socket.soc
 
 def _reserve_next(listener: socket.socket) -> socket.socket | None:
     address, port, *rest = listener.getsockname()
-    reserved = socket.socket(listener.family, socket.SOCK_STREAM)
     try:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved = socket.socket(listener.family, socket.SOCK_STREAM)
+    except OSError:  # no descriptor is left
+        return None
+    try:
+        for option in (socket.SO_REUSEPORT, socket.SO_REUSEADDR):  # a server of the script with either one can use it
+            reserved.setsockopt(socket.SOL_SOCKET, option, 1)
         reserved.bind((address, port + 1, *rest))
     except (OSError, OverflowError):  # the port is taken, or above 65535
         reserved.close()
