@@ -182,6 +182,8 @@ def test_mpirun_gives_nodes_and_names_and_the_user_the_endpoint(read: Read) -> N
     assert (config.rank_by, config.node_number) == (RankBy.SLOT, 2)
     assert config.user_key == UserKey(KEY, "mpi 3061383169", is_creator=False)
     assert config.signals == STOP_SIGNALS
+    with pytest.raises(UsageError, match="with MPI, node 0 hosts the coordinator; write its address alone"):
+        read("--rdzv-backend=mpi --rdzv-endpoint=node0,node1,node2 train.py", OPEN_MPI)
     with pytest.raises(UsageError, match="MPI does not say where node 0 is; write --rdzv-endpoint=HOST"):
         read("--rdzv-backend=mpi train.py", OPEN_MPI)
 

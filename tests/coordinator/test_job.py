@@ -470,6 +470,11 @@ def test_a_leaving_node_does_not_wait_if_a_node_cannot_make_the_last_commit() ->
     assert assigned(receive(job, "b", Left("SIGTERM"), 6.0)) == {"a": 0, "c": 1}
 
 
+def test_leaving_nodes_do_not_wait_when_too_few_would_stay() -> None:
+    job, _ = leave_with_notice(low=2)
+    assert held(receive(job, "c", Leaving("SIGTERM", is_planned=True), 3.5)) == {"b": 1, "c": 1}
+
+
 def test_a_new_node_gets_no_place_when_the_job_is_about_to_finish() -> None:
     job = running("a", "b", high=3)
     receive(job, "a", Succeeded(1), 5.0)

@@ -208,7 +208,7 @@ async def test_only_a_peer_with_the_secret_gets_a_promise_and_a_redirect_leads_t
     bound = bind(seats[0], required=True)
     assert bound is not None
     false = FalseCandidate()
-    server = Server(bound.listening, false, token=token)
+    server = Server(bound.listening, false, token=token, seat=str(seats[0]))
     await server.start()
     agent = Agent("n0", [*seats, Address("127.0.0.1", free_port())], None)
     if token == "wrong":
@@ -221,6 +221,52 @@ async def test_only_a_peer_with_the_secret_gets_a_promise_and_a_redirect_leads_t
         assert agent.link._link is not None and agent.link._link._endpoint == seats[0]
     await agent.link.close()
     await server.close()
+
+
+@in_loop
+async def test_a_peer_that_relays_the_handshake_to_another_address_is_rejected() -> None:
+    """It has no secret, and listens at an address of the job whose node is away."""
+    seats = [Address("127.0.0.1", free_port()) for _ in range(2)]
+    bound = bind(seats[1], required=True)
+    assert bound is not None
+    real = Server(bound.listening, FalseCandidate(), token="s3cret", seat=str(seats[1]))
+    await real.start()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        onward, back = await asyncio.open_connection("127.0.0.1", seats[1].port)
+
+        async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            while data := await source.read(65536):
+                sink.write(data)
+            sink.close()
+
+        await asyncio.gather(copy(reader, back), copy(onward, writer), return_exceptions=True)
+
+    false = await asyncio.start_server(relay, "127.0.0.1", seats[0].port)
+    agent = Agent("n0", [seats[0]], None)
+    await agent.heard.until(lambda heard: heard.count("refused") == 1)
+    assert not agent.heard.count("linked") and agent.link._voter.promised == 0
+    await agent.link.close()
+    false.close()
+    await real.close()
+
+
+@in_loop
+async def test_a_candidate_disconnects_an_agent_with_an_absurd_epoch_or_an_unknown_seat() -> None:
+    async with agents(count=1, addresses=2) as (_, made):
+        host = made[0].link._host
+        assert host is not None
+        peer = host.attach("x", lambda message: None, lambda: None)
+        known = made[0].link._voter.electorate
+        for follow in (
+            Follow(2**62, "y", known),
+            Follow(1, "y", replace(known, epoch=2**62)),
+            Follow(1, "y", replace(known, serial=2**62)),
+            Follow(1, "y", replace(known, voters=())),
+            Follow(1, "y", known, "elsewhere:1"),
+        ):
+            with pytest.raises(ProtocolError):
+                peer.receive(follow)
 
 
 @in_loop

@@ -174,6 +174,19 @@ def test_unfinished_tls_handshakes_do_not_delay_other_peers(
     asyncio.run(scenario())
 
 
+def test_a_connection_that_is_reset_before_its_handshake_does_not_stop_the_server(
+    harness: Any, authority: Authority
+) -> None:
+    async def scenario() -> None:
+        async with harness.serving(tls=authority.node("a")) as (coordinator, address):
+            for _ in range(8):
+                with socket.create_connection((address.host, address.port)) as peer:  # resets, before it is accepted
+                    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            await job_runs(harness, coordinator, address, authority.node("b"))
+
+    asyncio.run(scenario())
+
+
 def test_rejected_peers_that_do_not_close_take_a_limited_number_of_descriptors(
     harness: Any, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:

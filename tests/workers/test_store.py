@@ -235,10 +235,10 @@ def test_a_store_listens_on_ipv6():
     asyncio.run(scenario())
 
 
-def bind_next(port: int, *, reuse: bool) -> socket.socket:
+def bind_next(port: int, *options: int) -> socket.socket:
     server = socket.socket()
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(reuse))
+    for option in options:
+        server.setsockopt(socket.SOL_SOCKET, option, 1)
     try:
         server.bind(("0.0.0.0", port))
     except OSError:
@@ -247,18 +247,21 @@ def bind_next(port: int, *, reuse: bool) -> socket.socket:
     return server
 
 
-def test_the_next_port_is_reserved_for_a_server_in_rank_0_until_the_round_ends():
+@pytest.mark.parametrize("options", [(socket.SO_REUSEADDR, socket.SO_REUSEPORT), (socket.SO_REUSEADDR,)])
+def test_the_next_port_is_reserved_for_a_server_in_rank_0_until_the_round_ends(options):
+    """A server like gRPC's, and one like torch's TCPStore."""
+
     async def scenario() -> None:
         store = StorePort("127.0.0.1")
         with pytest.raises(OSError):
-            bind_next(store.port + 1, reuse=False)
-        with bind_next(store.port + 1, reuse=True) as server:  # as gRPC does
+            bind_next(store.port + 1)
+        with bind_next(store.port + 1, *options) as server:
             server.listen()
             for _ in range(8):  # no connection goes to the socket that reserves the port
                 with socket.create_connection(("127.0.0.1", store.port + 1), DEADLINE):
                     server.accept()[0].close()
         await store.close()
-        bind_next(store.port + 1, reuse=False).close()
+        bind_next(store.port + 1, socket.SO_REUSEADDR).close()
 
     asyncio.run(scenario())
 
@@ -267,7 +270,7 @@ def test_a_fixed_port_is_used_although_the_next_one_is_taken():
     async def scenario() -> None:
         free = StorePort("127.0.0.1")
         await free.close()
-        with bind_next(free.port + 1, reuse=False):
+        with bind_next(free.port + 1):
             store = StorePort("127.0.0.1", free.port)
             assert store.port == free.port
             await store.close()

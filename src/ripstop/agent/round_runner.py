@@ -191,8 +191,7 @@ class RoundRunner:
     # start ------------------------------------------------------------------------------------------------------------
 
     def start(self, place: Place, why: str, host: str) -> None:
-        if (unused := self._stores.take(place)) is not None:  # of a round that was stopped while it began
-            self._run_task(unused.close())
+        self._stores.start(place)
         self._run_task(self._start(place, why, host))
 
     async def _start(self, place: Place, why: str, host: str) -> None:
@@ -261,16 +260,14 @@ class RoundRunner:
             round.recorder_sockets = self._reports.renew_recorder_sockets(place.round, place.slots, sockets)
         self._round = round
         group.on_exit = lambda exit: self._on_exit(round, exit)
-        if old.monitor is not None:
-            old.monitor.close()
-            old.monitor = None
+        old.close_monitor()
         if not old.stopped.done():
             old.stopped.set_result(None)
         if self._timers is not None:
             self._timers.new_round()
         round.old_files = [old.logs.files(rank) for rank in range(place.slots) if rank not in staying]
         group.discard([rank for rank in range(place.slots) if rank not in staying])
-        for rank in set(kept) - staying:  # it has just exited: its successor has nothing to leave
+        for rank in set(kept) - staying:  # it has just exited
             self._loop.call_soon(self._report, WorkerReformed(place.round, rank))
         self._run_task(self._reform(round, group, logs, why, grace, old_store))
 
@@ -280,7 +277,7 @@ class RoundRunner:
         began, place = self._loop.time(), round.place
         try:
             await self._stores.replace(old_store, place, self._config.timing.inprocess)
-            self._check_current(round)
+            round.require_current(self._round)
             self._stores.serve(place, self._spawner)
             self._state_memory.listen()
             self.replication.start_round(place)
@@ -295,11 +292,6 @@ class RoundRunner:
             return
         self._on_started(round, group, why, began)
 
-    def _check_current(self, round: Round) -> None:
-        """Raise CancelledError if this round was replaced or stopped meanwhile."""
-        if self._round is not round or round.exits.is_stopping:
-            raise asyncio.CancelledError
-
     async def _start_in_place(
         self, round: Round, group: Group, logs: KeptLogs, local_ranks: Sequence[int], grace: float
     ) -> None:
@@ -307,7 +299,7 @@ class RoundRunner:
         ranks = sorted(round.starting)
         if self._logs_source is not None and ranks:
             logs.use(await self._logs_from_source(self._logs_source, round.place, self._new_logs(round.place)))
-            self._check_current(round)
+            round.require_current(self._round)
         logs.start(ranks)
         logs.prepare()
         logs.follow(self._console)
@@ -323,19 +315,17 @@ class RoundRunner:
         """Kill these workers, and start others in their places."""
         round = self._round
         assert round is not None and round.place.round == number, "only workers of the running round are replaced"
+        assert round.group is not None, "its workers exist"
+        round.group.discard(local_ranks)
         round.reforming -= set(local_ranks)
         round.kept -= len(local_ranks)
         round.old_files += [round.logs.files(rank) for rank in local_ranks]
-        assert round.group is not None, "workers of the running round exist"
-        round.group.discard(local_ranks)
         self._run_task(self._replace(round, local_ranks))
 
     async def _replace(self, round: Round, local_ranks: Sequence[int]) -> None:
         began, group, logs = self._loop.time(), round.group, round.logs
         assert group is not None and isinstance(logs, KeptLogs), "only workers that went on are replaced"
-        if round.monitor is not None:
-            round.monitor.close()
-            round.monitor = None
+        round.close_monitor()
         try:
             await self._start_in_place(round, group, logs, local_ranks, 0.0)
         except StartError as error:
@@ -493,9 +483,7 @@ class RoundRunner:
             await round.group.stop(grace, signum)
         if not round.stopped.done():
             round.stopped.set_result(None)
-        if round.monitor is not None:
-            round.monitor.close()
-            round.monitor = None
+        round.close_monitor()
         await self._stores.close_store()
         if self._timers is not None:
             self._timers.new_round()

@@ -37,6 +37,16 @@ class Round(Struct):
     started: tuple[float, float] | None = None  # when the start was requested, and when the workers ran
     stopped: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
+    def require_current(self, current: "Round | None") -> None:
+        """Raise CancelledError if this round was replaced or stopped meanwhile."""
+        if current is not self or self.exits.is_stopping:
+            raise asyncio.CancelledError
+
+    def close_monitor(self) -> None:
+        if self.monitor is not None:
+            self.monitor.close()
+            self.monitor = None
+
     def identity(self, local_rank: int, key: str) -> WorkerIdentity:
         place = self.place
         local_ranks = range(place.first_rank, place.first_rank + place.slots)

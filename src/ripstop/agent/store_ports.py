@@ -59,6 +59,11 @@ class StorePorts:
             self._store, self._offered = self._offered, None
         return last
 
+    def start(self, place: Place) -> None:
+        """Take the port for a round without workers of the last one, whose store has ended, unless it never served."""
+        if (unused := self.take(place)) is not None:
+            self._run_task(unused.close())
+
     async def replace(self, last: StorePort | None, place: Place, delay: float) -> None:
         """End the last round's store after a delay, or now if the user fixed the port, so that this round needs it too.
 

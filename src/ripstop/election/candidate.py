@@ -119,6 +119,9 @@ class Candidate:
         self._contacts.pop(node, None)
         self._promises.pop(node, None)
         self._confirmed.discard(node)  # it confirms again over its next connection, if it has not forgotten
+        if node not in (*self.electorate.voters, *self.electorate.outgoing) and not self.electorate.is_first:
+            self._seats.pop(node, None)
+            self._renewed_at.pop(node, None)
 
     def on_leader(self, address: Address | None, now: float) -> list[CandidateCommand]:
         """This agent follows another coordinator at this address, or none."""
@@ -156,6 +159,11 @@ class Candidate:
         return []
 
     # output -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def highest_epoch(self) -> int:
+        """The highest epoch that this agent knows."""
+        return max(self.epoch, self.electorate.epoch, self._canvassed, self._voter.promised)
 
     def holds_office(self, now: float) -> bool:
         """Whether the coordinator may decide."""

@@ -26,6 +26,8 @@ log = logging.getLogger("ripstop.coordinator")
 
 MISSING_LOG_DELAY_S = 5.0  # a shorter wait for the first election is not logged
 SETTLE_TIMEOUT_S = 1.0  # for a coordinator that leaves to tell its voters
+MAX_EPOCH_STEP = 1 << 20  # a peer cannot exhaust the numbers of epochs
+MAX_COUNT = 1 << 53
 
 
 class Peer:
@@ -77,6 +79,7 @@ class CandidateHost:
         self.ended: asyncio.Future[JobReport] = self._loop.create_future()
         self._candidate = Candidate(node, voter, settings.timing.lease)
         self._seat = seat
+        self._seats = frozenset(voter.electorate.voters)  # the addresses of --rdzv-endpoint
         self._sinks = tuple(sinks)
         self._on_leader = on_leader
         self._failed = failed
@@ -104,8 +107,10 @@ class CandidateHost:
         if self._peers.get(peer.node) is not peer:
             return
         match message:
-            case Follow(electorate=electorate) | Promise(electorate=electorate):
-                _check(electorate)
+            case Follow(epoch=epoch, electorate=electorate) | Promise(epoch=epoch, electorate=electorate):
+                _check(electorate, epoch, self._candidate.highest_epoch)
+                if isinstance(message, Follow) and message.seat and message.seat not in self._seats:
+                    raise ProtocolError("a seat is an address of --rdzv-endpoint, this one is not")
                 self._execute(self._candidate.on_message(peer.node, message, boot_time()))
                 self._log_missing_later()
             case Renewed():
@@ -227,8 +232,12 @@ class CandidateHost:
             log.info("the first coordinator is elected when every address of --rdzv-endpoint answers: no %s", missing)
 
 
-def _check(electorate: Electorate) -> None:
+def _check(electorate: Electorate, epoch: int, known: int) -> None:
     """What a candidate keeps and sends to all voters is bounded."""
+    if not all(0 <= number <= known + MAX_EPOCH_STEP for number in (epoch, electorate.epoch)):
+        raise ProtocolError(f"an epoch is at most {MAX_EPOCH_STEP} above the highest known one ({known})")
+    if not electorate.voters or not all(0 <= number <= MAX_COUNT for number in (electorate.serial, electorate.round)):
+        raise ProtocolError(f"an electorate has voters, and counts from 0 to {MAX_COUNT}; this one has not")
     names = (*electorate.voters, *electorate.outgoing)
     if max(len(electorate.voters), len(electorate.outgoing)) > MAX_VOTERS or not all(map(is_valid_name, names)):
         raise ProtocolError(f"an electorate has at most {MAX_VOTERS} voters with valid names, this one has not")

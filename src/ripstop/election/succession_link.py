@@ -82,6 +82,7 @@ class SuccessionLink:
                 token=token,
                 tls=server_context(tls) if tls else None,
                 endpoint_host=seat.host,
+                seat=str(seat),
             )
         self._listener: Listener | None = None
         self._link: WebSocketLink | None = None
@@ -162,6 +163,7 @@ class SuccessionLink:
             max_nodes=self._settings.max_nodes,
             tls=self._tls,
             handshake_timeout=max(self._settings.timing.lease, MIN_HANDSHAKE_TIMEOUT_S),
+            seat=str(self._addresses[self._search.target]),
             on_failed=lambda failure: self._on_failed(link, failure),
         )
         link.open(_Peer(self, link))

@@ -1,8 +1,9 @@
 """Proofs that a peer has the job's secret, and the tokens and keys that are derived from it.
 
-A proof is an HMAC-SHA256 over the side that proves (so that a proof cannot be reflected), the job, the node, and both
-sides' nonces (so that it cannot be replayed).  The caller makes the nonces.  An empty secret works too, and proves
-nothing.  Pure.
+A proof is an HMAC-SHA256 over the side that proves (so that a proof cannot be reflected), the job, the node, both
+sides' nonces (so that it cannot be replayed) and, if a job has several addresses, the one that the agent has dialed (so
+that nobody can listen at one address and relay the handshake to another).  The caller makes the nonces.  An empty
+secret works too, and proves nothing.  Pure.
 """
 
 import hashlib
@@ -12,12 +13,13 @@ from msgspec import Struct
 
 
 class Exchange(Struct, frozen=True):
-    """The values of one handshake that both sides have."""
+    """The values of one handshake that both sides have.  `seat` is the dialed address of several, or empty."""
 
     run_id: str
     node: str
     coordinator_nonce: str
     agent_nonce: str
+    seat: str = ""
 
     def agent_proof(self, token: str) -> str:
         return self._proof(token, "agent")
@@ -26,7 +28,8 @@ class Exchange(Struct, frozen=True):
         return self._proof(token, "coordinator")
 
     def _proof(self, token: str, prover: str) -> str:
-        return _mac(token, prover, self.run_id, self.node, self.coordinator_nonce, self.agent_nonce)
+        seat = [self.seat] if self.seat else []
+        return _mac(token, prover, self.run_id, self.node, self.coordinator_nonce, self.agent_nonce, *seat)
 
 
 class ReplicaExchange(Struct, frozen=True):

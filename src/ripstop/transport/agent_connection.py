@@ -34,6 +34,8 @@ from ripstop.transport.frames import (
 from ripstop.transport.rejection_log import RejectionLog
 from ripstop.transport.websocket import CLOSE_CODE_RETURNING, FLUSH_TIMEOUT_S, MAX_BACKLOG_BYTES
 
+MAX_CONTROL_FRAMES = 256  # in one read: heartbeats that have waited while this process was paused
+
 
 class AgentConnection(asyncio.BufferedProtocol):
     """A connection whose request has passed pre-authentication.  `buffer` may be shared by all connections."""
@@ -104,12 +106,17 @@ class AgentConnection(asyncio.BufferedProtocol):
 
     def _on_data(self, data: bytes) -> None:
         try:
+            controls = 0
             for opcode, payload in self._frames.feed(data):
+                controls += opcode is not Opcode.TEXT
+                if controls > MAX_CONTROL_FRAMES:
+                    raise ProtocolError(f"an agent sends at most {MAX_CONTROL_FRAMES} heartbeats at once")
                 self._on_frame(opcode, payload)
         except ProtocolError as error:
             self._rejections.log(self._host, str(error), kind="protocol")
             self._frames = FrameReader()
             self.finish()
+            self._transport.pause_reading()
 
     def _on_frame(self, opcode: Opcode, payload: bytes) -> None:
         match opcode:

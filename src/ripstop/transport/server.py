@@ -55,6 +55,7 @@ class Server:
         tls: ssl.SSLContext | None = None,
         serves_agents: bool = True,
         endpoint_host: str = "",
+        seat: str = "",
     ) -> None:
         self._listening = listening
         self._host = agent_host
@@ -62,7 +63,9 @@ class Server:
         self._serves_agents = serves_agents
         self._rejections = RejectionLog()
         self._unauthenticated = UnauthenticatedConnections(agent_host.settings.max_nodes, self._rejections)
-        self._authentication = AgentAuthentication(agent_host.settings, agent_host.ended.done, token, self._rejections)
+        self._authentication = AgentAuthentication(
+            agent_host.settings, agent_host.ended.done, token, self._rejections, seat
+        )
         api_token = secret.api_token(token, agent_host.settings.run_id) if token else ""
         self._authorization = ApiAuthorization(api_token, tls, endpoint_host, self._unauthenticated)
         self._agents: set[AgentConnection] = set()

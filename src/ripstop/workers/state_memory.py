@@ -42,6 +42,7 @@ MAX_NAMES = 16  # of States, for each rank
 MAX_NAME_CHARS = 64
 MAX_SLOTS = 16  # buffers of one State
 MAX_RANKS = 512  # whose buffers of one State a node can hold
+ACCEPT_RETRY_S = 1.0
 MAX_CONNECTIONS = 1024
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -109,14 +110,25 @@ class StateMemory:
 
     def _accept(self) -> None:
         assert self._socket is not None
-        with suppress(BlockingIOError, ConnectionError):
+        try:
             connection, _ = self._socket.accept()
-            if len(self._connections) >= MAX_CONNECTIONS:
-                connection.close()
-                return
-            connection.setblocking(False)
-            self._connections.add(connection)
-            self._loop.add_reader(connection, self._serve, connection, _peer_pid(connection))
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:  # no descriptor is left
+            log.warning("workers cannot reach the memory for their state; retrying: %s", error.strerror)
+            self._loop.remove_reader(self._socket)
+            self._loop.call_later(ACCEPT_RETRY_S, self._accept_again, self._socket)
+            return
+        if len(self._connections) >= MAX_CONNECTIONS:
+            connection.close()
+            return
+        connection.setblocking(False)
+        self._connections.add(connection)
+        self._loop.add_reader(connection, self._serve, connection, _peer_pid(connection))
+
+    def _accept_again(self, listening: socket.socket) -> None:
+        if self._socket is listening:  # not closed meanwhile
+            self._loop.add_reader(listening, self._accept)
 
     def _serve(self, connection: socket.socket, pid: int) -> None:
         try:

@@ -47,6 +47,11 @@ def with_starter(
                 f"{args.quoted('--rdzv-backend')}: {start.starter} does not say where node 0 is; write "
                 "--rdzv-endpoint=HOST, the node of rank 0"
             )
+        if "," in args.text("--rdzv-endpoint"):
+            raise UsageError(
+                f"{args.quoted('--rdzv-endpoint')}: with {start.starter}, node 0 hosts the coordinator; write its "
+                "address alone, or --rdzv-backend=c10d for several"
+            )
         texts["--rdzv-endpoint"] = str(start.endpoint)
     found = args.with_defaults(texts, f"{start.starter}'s", ())
     replaced = {"--rdzv-backend": "c10d", "--nnodes": _nodes(args, start, notes)}

@@ -111,7 +111,7 @@ def _command(args: ParsedArguments, *, is_elastic: bool) -> list[str]:
     """The lines of the command."""
     srun = ["srun", "--ntasks-per-node=1"]
     if "--cpus" in args:
-        srun.append(f"--cpus-per-task={args.text('--cpus')}")  # srun does not take it from sbatch
+        srun.append(f"--cpus-per-task={_number(args, '--cpus', MAX_CPUS)}")  # srun does not take it from sbatch
     if is_elastic:
         srun += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]  # a cluster may have other defaults
     flags = [flag for flag in RUN_FLAGS if flag.name in args]
