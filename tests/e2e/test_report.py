@@ -81,6 +81,7 @@ def test_a_preempted_job_names_the_signal_and_the_node(job: Job) -> None:
     env = {"STEPS": "100000", "STEP_S": "0.01"}
     flags = ("--shutdown-timeout=2", TORCH)
     first = job.node("--rdzv-conf=is_host=1", *flags, nnodes="1:2", script=REPORTED, env=env)
+    first.wait_for_log("joined")  # so that it has rank 0
     second = job.node("--rdzv-conf=is_host=0", *flags, nnodes="1:2", script=REPORTED, env=env)
     first.wait_for_log("ranks=0-0 world=2")
     wait_until(lambda: (job.folder / "state").exists() or None)

@@ -10,7 +10,7 @@
 4.  Healthy workers continue while the coordinator is unreachable.  An agent that needs the coordinator gives up after a
     timeout.  It exits 0 if all its workers have succeeded by then.
 5.  On a signal the agent leaves: it reports that, stops its workers with the same signal, and exits 128 + n.  A second
-    signal kills the workers immediately; the same one within a second does not, because srun may pass on a copy.  If
+    signal kills the workers immediately; the same one within 0.2 s does not, because srun may pass on a copy.  If
     the workers have a `train.State`, and the signal is not from a terminal, they first make a last commit together with
     the other nodes' workers: the coordinator asks for it, and then gives this node no place.  An operator's drain and a
     preemption notice do the same.  There is a deadline.
@@ -75,7 +75,7 @@ from ripstop.model.text_formatting import rank_list
 from ripstop.protocol import messages
 
 FINAL_REPORT_TIMEOUT_S = 5.0  # wait for the coordinator's report when the job's end is known without it
-REPEATED_SIGNAL_S = 1.0
+REPEATED_SIGNAL_S = 0.2
 WAIT_LOG_DELAY_S = 5.0  # a shorter wait for the coordinator is not logged
 
 

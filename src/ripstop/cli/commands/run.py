@@ -91,8 +91,8 @@ rendezvous
                               static: fixed ranks; slurm, mpi or aws-batch: read the nodes from the variables of srun,
                               mpirun or AWS Batch; or an entry point torchrun.handlers of another package (static; slurm
                               in a step of srun)
-  --rdzv-endpoint HOST[:PORT] the coordinator's address, the same on all nodes (port 29400); HOST[:PORT],…: nodes that
-                              may become the coordinator; with etcd, the addresses of its members
+  --rdzv-endpoint HOST[:PORT]  the coordinator's address, the same on all nodes (port 29400); HOST[:PORT],…: nodes that
+                               may become the coordinator; with etcd, the addresses of its members
   --rdzv-id NAME              the job's id, the same on all nodes (none; random for a job of one node)
   --rdzv-conf KEY=VALUE,…     settings, see below
   --node-rank N               with static: this node's rank; with other backends: the rank it prefers
