@@ -96,7 +96,7 @@ class Group:
         await self._start
 
     async def _cancel_start(self) -> None:
-        """Until none is in progress: whoever waited too may have begun another one."""
+        """Repeated until no start is in progress: another caller that waited may have begun one."""
         while self._start is not None and not self._start.done():
             self._start.cancel()
             await asyncio.wait([self._start])
