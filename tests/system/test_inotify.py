@@ -1,6 +1,9 @@
 """Writes to open files are reported, with and without inotify."""
 
 import os
+import select
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,3 +82,34 @@ def test_a_watch_reports_one_change_until_it_is_armed_again(tmp_path: Path) -> N
         file.write(b"5")
         assert watch.grown() == set()
     watch.close()
+
+
+WRITER = """
+import os, sys
+file = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND)
+while os.getppid() == int(sys.argv[2]):
+    os.write(file, b"x")
+    for _ in range(1000):
+        pass
+"""
+
+
+def test_no_write_is_missed_while_another_process_writes_all_the_time(path: Path, fd: int) -> None:
+    """The kernel may remove a watch just after it was armed again."""
+    watch, reported = GrowthWatch(), select.poll()
+    notifications = watch.fileno()
+    assert notifications is not None
+    reported.register(notifications, select.POLLIN)
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, path, str(os.getpid())])
+    try:
+        watch.arm(fd)
+        seen = 0
+        while seen < 2000:
+            assert reported.poll(30_000), f"no report after {seen} of them, and the file still grows"
+            for grown in watch.grown():
+                watch.arm(grown)
+                seen += 1
+    finally:
+        writer.kill()
+        writer.wait()
+        watch.close()

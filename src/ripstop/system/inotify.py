@@ -6,6 +6,9 @@ renamed or deleted file is still watched.
 
 How to follow a file: (1) `arm` it; (2) read to the end; (3) wait until `grown` returns it; start again.  Data written
 after (1) is reported by (3), so none is missed.
+
+The kernel reports a write first and removes the one-shot watch afterwards.  A file that is armed in between gets the
+old watch back, and loses it at once.  The kernel reports this removal too (`IN_IGNORED`), and `grown` returns the file.
 """
 
 import os
@@ -13,6 +16,7 @@ import struct
 
 _IN_MODIFY = 0x00000002
 _IN_Q_OVERFLOW = 0x00004000
+_IN_IGNORED = 0x00008000  # the watch was removed
 _IN_ONESHOT = 0x80000000
 _EVENT = struct.Struct("iIII")
 
@@ -52,15 +56,15 @@ class GrowthWatch:
             self._polled.add(fd)
             return
         self._polled.discard(fd)
+        self._forget(fd)
         self._files[watch] = fd
         self._watches[fd] = watch
 
     def disarm(self, fd: int) -> None:
         """Stop watching this file."""
         self._polled.discard(fd)
-        watch = self._watches.pop(fd, None)
+        watch = self._forget(fd)
         if watch is not None:
-            del self._files[watch]
             self._libc.inotify_rm_watch(self._fd, watch)
 
     def grown(self) -> set[int]:
@@ -76,11 +80,16 @@ class GrowthWatch:
             at += _EVENT.size + name
             if mask & _IN_Q_OVERFLOW:
                 fds.update(self._watches)
-            elif mask & _IN_MODIFY and watch in self._files:
-                fd = self._files.pop(watch)
-                del self._watches[fd]
-                fds.add(fd)
+            elif mask & (_IN_MODIFY | _IN_IGNORED) and watch in self._files:
+                fds.add(fd := self._files[watch])
+                self._forget(fd)
         return fds
+
+    def _forget(self, fd: int) -> int | None:
+        watch = self._watches.pop(fd, None)
+        if watch is not None:
+            self._files.pop(watch, None)
+        return watch
 
     def close(self) -> None:
         if self._fd >= 0:
