@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from ripstop.model.electorate import Electorate
 from ripstop.model.failure import Failure, JobReport
-from ripstop.model.field_types import Int64, Items
+from ripstop.model.field_types import Int64, Items, RoundNumber
 from ripstop.model.memory import Memory
 from ripstop.model.round import Address, CommitId, Node, Outcome, Place, RankBy
 
@@ -99,7 +99,7 @@ class Join(ProtocolMessage, frozen=True):
     min_nodes: Int64
     max_nodes: Int64
     rank_by: RankBy = RankBy.JOIN
-    newest: Int64 = 0
+    newest: RoundNumber = 0
     restarts: Int64 = 0
     ready: Ready | None = None
     held: Place | None = None
