@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -113,8 +113,10 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
     yield Stage(tmp_path)
     left = [pid for pid in _children() if pid not in before]
     for pid in left:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):  # an event loop's watcher was faster
+            os.waitpid(pid, 0)
     assert not left, f"the test left processes behind: {left}"
 
 

@@ -177,6 +177,7 @@ def test_a_plugin_chooses_log_files_and_can_add_variables(job: Job) -> None:
     assert "fault 2" in json.loads((mine / "0" / "error0").read_text())["message"]["message"]
 
 
+@pytest.mark.long
 def test_torchs_own_specs_are_a_plugin_too(job: Job) -> None:
     pytest.importorskip("torch")
     finished(job.run("--standalone", "--redirects=3", "--logs-specs=default", script(job, LINES)))
@@ -209,6 +210,7 @@ def test_python_exec_sets_the_interpreter(job: Job) -> None:
     assert agent.out.startswith(f"other python -u {path}\n")
 
 
+@pytest.mark.long
 def test_python_exec_also_serves_the_store_because_it_has_torch(job: Job) -> None:
     started = job.folder / "started"
     other = script(job, f'#!/bin/sh\necho "$2" >> {started}\nexec {sys.executable} "$@"\n', "other")

@@ -171,6 +171,7 @@ def test_run_path_runs_the_script_in_the_workers_interpreter(script: Path) -> No
     assert said("-m", "ripstop.compat.run", "--run-path", str(script), "x") == [[["x"], "0", "0", "1"]]
 
 
+@pytest.mark.long
 def test_a_static_job_is_two_launches(script: Path) -> None:
     port = free_port()
     nodes = [
@@ -225,6 +226,7 @@ def test_a_signal_to_the_launcher_stops_the_workers(tmp_path: Path) -> None:
         launcher.wait()
 
 
+@pytest.mark.long
 def test_the_old_launcher_gives_scripts_their_local_rank(script: Path) -> None:
     words = ["-W", "ignore", "-m", "ripstop.compat.launch", "--nproc-per-node=2"]
     assert said(*words, str(script), "x") == [[[f"--local-rank={rank}", "x"], rank, rank, "2"] for rank in "01"]

@@ -88,6 +88,7 @@ def test_a_killed_agent_is_healed_by_a_round_without_its_node(job: Job) -> None:
     assert first.process.poll() is None
 
 
+@pytest.mark.long
 def test_a_job_that_does_not_heal_is_exit_code_1(job: Job) -> None:
     start(job, "--allow-chaos", "--max-restarts=0")
     results = chaos(job, {"kind": "worker-kill"}, {"kind": "worker-segv"}, code=1)
@@ -119,6 +120,7 @@ def test_a_command_without_the_token_is_rejected(job: Job) -> None:
     assert job_events(job, "fault_injected") == []
 
 
+@pytest.mark.long
 def test_an_agent_undoes_a_fault_whose_command_was_killed(job: Job) -> None:
     start(job, "--allow-chaos")
     pids = wait_until(lambda: pids_of_all_nodes(job), why=job.describe)
@@ -139,6 +141,7 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+@pytest.mark.long
 def test_a_worker_that_allocates_is_killed_by_the_kernel_in_a_small_cgroup(job: Job) -> None:
     start(job, "--allow-chaos", script=SCRIPTS / "allocating.py")
     results = chaos(job, {"kind": "worker-oom", "duration": 30})

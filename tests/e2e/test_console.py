@@ -131,6 +131,7 @@ def test_a_stop_names_who_still_runs(job: Job) -> None:
         screen.shows("exit code 130")
 
 
+@pytest.mark.long
 def test_a_job_in_the_background_leaves_the_terminal_alone(job: Job) -> None:
     command = f"set -m; {ripstop(*two_nodes(job, script(job, PRINTING)))} & wait $!"
     with terminal(job, command, 80, 24) as screen:
@@ -144,6 +145,7 @@ def test_a_job_in_the_background_leaves_the_terminal_alone(job: Job) -> None:
 # without a terminal ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_stdout_is_the_scripts_own_with_every_console(job: Job) -> None:
     path = script(job, "import sys\nsys.stdout.buffer.write(bytes(range(256)) * 500)\n")
     with terminal(job, f"{ripstop('run', path)} >{job.folder}/out", 80, 24) as screen:

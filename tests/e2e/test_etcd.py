@@ -57,6 +57,7 @@ def without(agents: list[Agent], victim: Agent) -> list[Agent]:
     return [agent for agent in agents if agent is not victim]
 
 
+@pytest.mark.long
 def test_a_job_through_etcd_leaves_only_its_leased_outcome(job: Job, etcd: Member) -> None:
     agents = [node(job, etcd.endpoint, nnodes="3", env={"TRAIN_STEPS": "20"}) for _ in range(3)]
     assert [agent.wait() for agent in agents] == [0, 0, 0]
@@ -70,6 +71,7 @@ def test_a_job_through_etcd_leaves_only_its_leased_outcome(job: Job, etcd: Membe
     assert "job 'e2e' has ended: succeeded; choose another --rdzv-id" in late.err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("taken", [False, True])
 def test_the_leader_listens_at_the_requested_port_if_it_is_free(job: Job, etcd: Member, taken: bool) -> None:
     port = free_port()
@@ -97,6 +99,7 @@ def test_training_continues_when_the_node_of_the_coordinator_or_rank_0_dies(job:
     finish(job, *agents)
 
 
+@pytest.mark.long
 def test_a_terminated_leader_hands_over_at_once(job: Job, etcd: Member) -> None:
     agents = [node(job, etcd.endpoint, "--rdzv-conf=lease=1") for _ in range(3)]
     job.steps(3)
@@ -125,6 +128,7 @@ def test_a_frozen_leader_steps_down_when_it_resumes_and_rejoins_as_a_node(job: J
     finish(job, *agents)
 
 
+@pytest.mark.long
 def test_training_continues_when_the_leader_of_etcd_dies(job: Job, tmp_path: Path) -> None:
     with cluster(3, tmp_path) as members:
         agents = [node(job, endpoints(members), "--rdzv-conf=lease=3", nnodes="2") for _ in range(2)]
@@ -166,6 +170,7 @@ def test_an_unreachable_etcd_is_reported_within_seconds(job: Job) -> None:
     assert "no coordinator for 3 s (etcd cannot be reached: 127.0.0.1:" in agent.err
 
 
+@pytest.mark.long
 def test_etcd_authentication_is_required_checked_and_used(job: Job, etcd: Member) -> None:
     for path, body in (
         ("auth/user/add", {"name": "root", "password": "right"}),
@@ -193,6 +198,7 @@ def test_a_foreign_key_is_reported_and_not_changed(job: Job, etcd: Member) -> No
     assert etcd.keys() == {KEY: "not ours"}
 
 
+@pytest.mark.long
 def test_a_forged_outcome_ends_no_node(job: Job, etcd: Member) -> None:
     agent = node(job, etcd.endpoint, nnodes="1")
     job.steps(1)
@@ -211,6 +217,7 @@ def test_a_server_that_is_not_etcd_is_reported(job: Job, etcd: Member) -> None:
     assert f"{peer} answers HTTP 404, so it is not an etcd with a v3 API" in agent.err
 
 
+@pytest.mark.long
 def test_a_deleted_key_causes_an_election(job: Job, etcd: Member) -> None:
     agents = [node(job, etcd.endpoint, nnodes="2") for _ in range(2)]
     job.steps(2)
@@ -225,6 +232,7 @@ def test_a_deleted_key_causes_an_election(job: Job, etcd: Member) -> None:
     finish(job, *agents)
 
 
+@pytest.mark.long
 def test_a_node_that_was_frozen_at_the_end_learns_the_outcome(job: Job, etcd: Member) -> None:
     flags = "--rdzv-conf=lease=1,last_call_timeout=60"  # the first round has both
     agents = [node(job, etcd.endpoint, flags, nnodes="1:2", env={"TRAIN_STEPS": "150"}) for _ in range(2)]

@@ -72,6 +72,7 @@ def test_nodes_that_start_seconds_apart_train_together_from_the_first_round(job:
     assert "round=2" not in first.err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("status", "code"), [(0, 0), (3, 1)])
 def test_a_node_that_ran_no_worker_warns_about_it(job: Job, tmp_path: Path, status: int, code: int) -> None:
     script, go = tmp_path / "brief.py", tmp_path / "go"
@@ -101,6 +102,7 @@ def test_a_lost_node_costs_no_restart_and_the_others_continue(job: Job) -> None:
     finish(job, *(a for a in agents if a is not victim))
 
 
+@pytest.mark.long
 def test_the_workers_of_a_killed_agent_exit_and_the_job_continues(job: Job) -> None:
     first, second = two_nodes(job, nnodes="1:2")
     before = job.worker_events()[-1]["t"]
@@ -133,6 +135,7 @@ def test_a_spare_takes_the_rank_of_a_lost_node(job: Job) -> None:
     finish(job, host, spare)
 
 
+@pytest.mark.long
 def test_ranks_follow_labels_and_a_denied_rank_request_is_logged(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "label.py"
     script.write_text("import os\nprint('label', os.environ['PET_NODE_LABEL'], 'rank', os.environ['RANK'])\n")
@@ -156,6 +159,7 @@ def test_with_ranks_by_address_the_coordinators_node_has_a_numeric_address(job: 
     finish(job, agent)
 
 
+@pytest.mark.long
 def test_a_terminated_node_leaves_and_the_job_continues_without_it(job: Job) -> None:
     first, second = two_nodes(job, nnodes="1:2")
     before = job.worker_events()[-1]["t"]
@@ -166,6 +170,7 @@ def test_a_terminated_node_leaves_and_the_job_continues_without_it(job: Job) -> 
     finish(job, first)
 
 
+@pytest.mark.long
 def test_a_job_below_its_minimum_waits_for_a_replacement(job: Job) -> None:
     first, second = two_nodes(job, nnodes="2")
     second.signal(signal.SIGKILL)
@@ -204,6 +209,7 @@ def test_a_node_that_finishes_early_waits_for_the_others(job: Job) -> None:
     assert [a.wait() for a in agents] == [0, 0]
 
 
+@pytest.mark.long
 def test_an_agent_suspended_past_its_lease_is_lost_and_joins_again(job: Job) -> None:
     first, second = two_nodes(job, "--rdzv-conf=lease=1", nnodes="1:2")
     before = job.worker_events()[-1]["t"]
@@ -216,6 +222,7 @@ def test_an_agent_suspended_past_its_lease_is_lost_and_joins_again(job: Job) -> 
     finish(job, first, second)
 
 
+@pytest.mark.long
 def test_training_continues_while_a_separate_coordinator_is_killed_and_restarted(job: Job) -> None:
     endpoint = f"127.0.0.1:{job.port}"
     argv = ("coordinator", "--rdzv-id=e2e", f"--rdzv-endpoint={endpoint}", "--nnodes=2")
@@ -260,6 +267,7 @@ def test_an_agent_with_a_wrong_secret_is_rejected_with_exit_2_and_changes_nothin
     finish(job, first)
 
 
+@pytest.mark.long
 def test_an_agent_with_another_node_range_is_rejected_with_exit_2(job: Job) -> None:
     first = job.node(nnodes="1:2")
     job.steps(1)
@@ -316,6 +324,7 @@ def test_garbage_on_the_port_does_not_disturb_the_job(job: Job) -> None:
     finish(job, first, second)
 
 
+@pytest.mark.long
 def test_static_nodes_get_their_configured_ranks(job: Job) -> None:
     flags = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={job.port}")
     agents = [
@@ -342,6 +351,7 @@ def test_nodes_may_have_different_numbers_of_workers_and_roles(job: Job) -> None
     ]
 
 
+@pytest.mark.long
 def test_a_job_whose_coordinators_node_has_left_succeeds(job: Job) -> None:
     host = job.node(nnodes="1:2", script=SCRIPTS / "graceful.py")
     host.wait_for_log("round=1 ranks=0-0")

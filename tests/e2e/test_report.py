@@ -77,6 +77,7 @@ def test_a_hang_names_the_rank_that_the_others_wait_for_with_its_stack(job: Job)
     assert report["summary"]["result"] == "succeeded" and "rank 1 is in read_shard" in page and "Stack" in page
 
 
+@pytest.mark.long
 def test_a_preempted_job_names_the_signal_and_the_node(job: Job) -> None:
     env = {"STEPS": "100000", "STEP_S": "0.01"}
     flags = ("--shutdown-timeout=2", TORCH)
@@ -117,6 +118,7 @@ def test_a_killed_job_has_a_report_that_says_so(job: Job) -> None:
     assert "… no end recorded" in unescape(re.sub("<[^>]+>", "", (directory / "job-report.html").read_text()))
 
 
+@pytest.mark.long
 def test_a_killed_coordinator_is_the_cause_when_agents_outlive_it(job: Job) -> None:
     flags = ("--rdzv-conf=is_host=0,coordinator_timeout=8", TORCH)
     env = {"STEPS": "100000", "STEP_S": "0.01"}

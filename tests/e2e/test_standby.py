@@ -138,6 +138,7 @@ def test_with_a_virtual_local_rank_a_standby_sees_only_its_gpu(job: Job) -> None
     finish(job, agent)
 
 
+@pytest.mark.long
 def test_after_a_hang_the_standbys_are_the_workers(job: Job) -> None:
     agent = run(job, "--standby=auto", WARM_UP, "--hang-timeout=2")
     wait_ready(job)
@@ -148,6 +149,7 @@ def test_after_a_hang_the_standbys_are_the_workers(job: Job) -> None:
     finish(job, agent)
 
 
+@pytest.mark.long
 def test_nodes_that_join_and_leave_use_standbys(job: Job) -> None:
     """A resize: the first node trains alone, with a newcomer, and alone again after a drain."""
     first = job.node("--standby=auto", WARM_UP, nnodes="1:2", script=SCRIPT)
@@ -221,6 +223,7 @@ def test_a_warm_up_module_that_does_not_exist_is_rejected(job: Job) -> None:
     assert agent.err == f"ripstop run: error: --standby-warmup=absent_module:prepare: {expected}\n"
 
 
+@pytest.mark.long
 def test_with_an_unfit_zygote_there_are_no_standbys_and_the_log_says_so(job: Job, tmp_path: Path) -> None:
     (tmp_path / "threads.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()"
@@ -232,6 +235,7 @@ def test_with_an_unfit_zygote_there_are_no_standbys_and_the_log_says_so(job: Job
     finish(job, agent)
 
 
+@pytest.mark.long
 def test_a_process_group_that_the_warm_up_left_is_destroyed(job: Job, tmp_path: Path) -> None:
     (tmp_path / "leaves_group.py").write_text(
         "import torch.distributed as dist\n"

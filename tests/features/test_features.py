@@ -27,6 +27,7 @@ FEATURES = {
     "stores": "TCPStore, FileStore, HashStore, PrefixStore",
     "zero": "ZeroRedundancyOptimizer",
 }
+SHORT = {"checkpoint", "ddp", "fsdp2", "groups"}  # these are most used: `make test` runs them
 ENVIRONMENT = {
     "debug": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "GLOO_SOCKET_IFNAME": "lo"},
     "flight_recorder": {"TORCH_FR_BUFFER_SIZE": "100", "TORCH_NCCL_TRACE_BUFFER_SIZE": "100"},
@@ -34,7 +35,9 @@ ENVIRONMENT = {
 TYPED = ["sh", "-c", r"""printf 'up\n!answer = 42\nc\n' | "$@" """, "sh"]  # input for the debugger
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(
+    "feature", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in FEATURES]
+)
 def test_a_feature_of_torch_works_under_ripstop(feature: str, tmp_path: Path) -> None:
     own = {"SCRATCH": str(tmp_path), "OWN_PORT": str(free_port()), **ENVIRONMENT.get(feature, {})}
     with Job(tmp_path, **own) as job:

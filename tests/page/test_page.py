@@ -299,6 +299,7 @@ def test_html_of_the_job_is_shown_and_never_run(browser: Any, tmp_path: Path) ->
         assert not attacked(page)
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_jumps_out_with_its_stack_and_then_becomes_a_round(browser: Any, tmp_path: Path) -> None:
     go = tmp_path / "go"
     with job_in(tmp_path, HANG="1", WHEN=str(go)) as job, tab(browser, origin(job)) as opened:

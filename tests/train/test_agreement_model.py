@@ -184,7 +184,7 @@ def test_two_buffers_are_enough_if_commit_waits_for_the_copy(size: int) -> None:
     assert Model(size, BLOCKING_BUFFERS, overlapped=False).explore() > 1000
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_three_buffers_are_enough_if_the_copy_continues_during_the_next_step(size: int) -> None:
     assert Model(size, OVERLAPPED_BUFFERS, overlapped=True).explore() > 1000
 
@@ -212,7 +212,7 @@ def test_the_loss_of_a_node_costs_no_commit_of_replicated_state_and_is_noticed_f
     assert NodeLost(2, buffers, overlapped=overlapped).explore() > 1000
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_buffers_of_ranks_that_left_are_freed_when_all_ranks_have_a_commit_of_the_new_round(
     size: int, overlapped: bool

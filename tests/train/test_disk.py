@@ -468,6 +468,7 @@ def _save(settings: dict[str, Any], buffer: str, pipe: Any) -> None:
     pipe.send(saver.save(settings, [os.open(buffer, os.O_RDWR)]))
 
 
+@pytest.mark.long
 def test_a_saver_killed_at_any_moment_leaves_the_last_checkpoint_whole(
     agent: Agent, saving: SaverInAThread, directory: Path
 ) -> None:

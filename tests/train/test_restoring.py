@@ -112,6 +112,7 @@ def test_ranks_that_differ_start_from_the_beginning_without_a_shard(cluster: Clu
     assert column(found, "messages") == [[f"state 'state' starts from the beginning: {problem}"], []]
 
 
+@pytest.mark.long
 def test_ranks_that_differ_start_from_the_beginning_if_their_number_changes(cluster: Cluster) -> None:
     cluster.run(replicated, "aa", 4, True)
     found = cluster.run(replicated, "aaa", 4, True)
@@ -126,6 +127,7 @@ def test_a_large_state_is_compared_over_several_commits(cluster: Cluster, steps:
     assert column(cluster.run(replicated, "ab", 1), "restored") == [restored, restored]
 
 
+@pytest.mark.long
 def test_what_was_equal_before_a_restore_stays_known_after_it(cluster: Cluster) -> None:
     cluster.run(replicated, "ab", 4)
     cluster.run(replicated, "ab", 1)
@@ -133,6 +135,7 @@ def test_what_was_equal_before_a_restore_stays_known_after_it(cluster: Cluster) 
     assert column(cluster.run(replicated, "ab", 1), "restored") == [5, 5]
 
 
+@pytest.mark.long
 def test_shards_of_other_nodes_are_freed_after_newer_commits(cluster: Cluster) -> None:
     cluster.run(replicated, "aa", 3)
     cluster.run(replicated, "ab", 1)
@@ -158,6 +161,7 @@ def killed_giver(mode: str) -> Any:
     return replicated(4)
 
 
+@pytest.mark.long
 def test_a_giver_that_is_killed_leaves_no_partial_restore(cluster: Cluster) -> None:
     cluster.run(replicated, "ab", 4)
     cluster.lose("b")
@@ -275,6 +279,7 @@ def test_a_rank_without_memory_is_known_to_all_at_once(cluster: Cluster, absent:
             assert messages[0].startswith(f"state 'state' is not kept: rank {absent}: "), messages
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("absent", [0, 1])
 def test_commits_are_not_lost_because_a_rank_has_no_memory(cluster: Cluster, absent: int) -> None:
     cluster.run(replicated, "ab", 4)

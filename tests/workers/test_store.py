@@ -17,12 +17,12 @@ from ripstop.workers.spawner import ProcessSpec, Spawner
 from ripstop.workers.store import StorePort
 from tests.worker_fixtures import new_spawner
 
-DEADLINE = 60.0
+DEADLINE = 180.0
 
 CLIENT = """
 import datetime, sys
 from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=datetime.timedelta(seconds=30))
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=datetime.timedelta(seconds=150))
 store.set(sys.argv[2], "here")
 print(store.get(sys.argv[3]).decode())
 """
