@@ -19,8 +19,8 @@
 7.  A node that is ready offers a port for the store of a later round.  An offer is valid for one connection and one
     round: when the connection breaks, the agent replaces an unused offer, because a round that uses it may be lost.  A
     port that the user fixed is opened once, before the first round; a later round opens it again when it starts.
-8.  Workers that have registered for it, and have not failed, go on in place in the next round; others are replaced.  A
-    worker that does not leave its last round in time is replaced in the new round, where its peers wait for its rank.
+8.  Workers that have registered for it, and have not failed, go on in place in the next round; others are replaced.  So
+    is, in the same round, one that has not left its last round after a timeout: its peers wait for its rank.
 """
 
 from msgspec.structs import replace
