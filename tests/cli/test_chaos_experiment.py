@@ -89,7 +89,7 @@ def test_a_round_that_ends_before_it_steps_does_not_heal() -> None:
     assert job.round(12, 3, "a", "b") == [healed(10.0, 2.0, round=3, restarted=True), Finish()]
 
 
-def test_where_no_worker_reports_steps_started_workers_are_enough() -> None:
+def test_without_step_reports_started_workers_are_enough() -> None:
     job = Transcript(KILL)
     job.round(0, 1, "a", "b", steps=False)
     assert job.on(10, Tick()) == [Inject(KILL)]

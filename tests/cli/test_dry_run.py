@@ -91,7 +91,9 @@ def test_a_dry_run_does_not_import_torch() -> None:
     assert "torch" not in result.stdout.splitlines()[-1].split()
 
 
-def test_what_the_last_start_has_not_preloaded_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_shows_modules_that_the_last_start_did_not_preload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site = tmp_path / "site-packages"
     site.mkdir()
     (site / "unfit.py").write_text("import os; os.environ.get('RANK')")

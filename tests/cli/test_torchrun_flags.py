@@ -82,7 +82,7 @@ def test_a_beginning_that_only_our_own_flags_have_means_them() -> None:
     assert set(argv.texts) == {"--dry-run", "--node-label", "--restart-backoff"}
 
 
-def test_what_torchrun_takes_by_name_we_take_by_the_same_names() -> None:
+def test_named_values_of_torchrun_are_accepted_under_the_same_names() -> None:
     for action in torchs_actions():
         if action.choices and action.dest != "numa_binding":  # that one needs GPUs
             for choice in action.choices:

@@ -394,7 +394,7 @@ def test_an_etcd_that_does_not_answer_is_known_when_the_backend_is_made(make: Ca
 @pytest.mark.parametrize(
     ("make", "key"), [(create_backend, b"/torch/elastic/rendezvous/run"), (create_rdzv_handler, b"/mine/rdzv/run")]
 )
-def test_a_user_who_may_not_read_the_state_is_told_when_the_backend_is_made(
+def test_the_backend_cannot_be_made_by_a_user_without_read_permission(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any], key: bytes
 ) -> None:
     closed: list[SyncEtcdClient] = []

@@ -203,7 +203,7 @@ def test_kill_after_kill_every_worker_was_a_standby_and_nothing_piles_up(job: Jo
     assert after.memory - before.memory < 8 << 20
 
 
-def test_a_warm_up_that_fails_is_said_once_and_the_job_recovers(job: Job) -> None:
+def test_a_warm_up_that_fails_is_logged_once_and_the_job_recovers(job: Job) -> None:
     agent = run(job, "--standby=auto", "--standby-warmup=standby_warmup:missing")
     for restart in range(1, 5):
         job.wait_for(event="step", rank=0, restart=restart - 1)
@@ -213,7 +213,7 @@ def test_a_warm_up_that_fails_is_said_once_and_the_job_recovers(job: Job) -> Non
     job.wait_for(event="step", rank=1, restart=4)
     finish(job, agent)
     lines = [line for line in agent.err.splitlines() if "AttributeError" in line]
-    assert [line.rpartition("; ")[2] for line in lines] == ["workers start without it", "no further one is made"]
+    assert [line.rpartition("; ")[2] for line in lines] == ["workers start without it", "ripstop does not try again"]
 
 
 def test_a_warm_up_module_that_does_not_exist_is_rejected(job: Job) -> None:

@@ -157,7 +157,7 @@ def test_an_office_counts_from_the_request_and_ends_before_the_lease() -> None:
     assert job.candidate.holds_office(8.9) and not job.candidate.holds_office(9.0), "a majority is two"
     job.renews("a")
     assert job.candidate.holds_office(13.9) and not job.candidate.holds_office(14.0)
-    assert job.candidate.on_tick(14.0) == [StepDown("most of its voters did not renew its office in time")]
+    assert job.candidate.on_tick(14.0) == [StepDown("most voters did not renew their promises in time")]
 
 
 def test_a_round_is_announced_when_both_electorates_have_confirmed_it() -> None:

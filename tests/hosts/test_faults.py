@@ -49,7 +49,7 @@ def steps(cluster: Cluster, since: float) -> list[WorkerEvent]:
 
 
 def all_went_well(cluster: Cluster, since: float, witness: Host) -> None:
-    """Nobody was charged, and whoever stayed was disturbed only to become fewer, and then more."""
+    """No restart was charged, and the remaining nodes changed rounds only for the loss and for the return."""
     assert {h["restart"] for h in steps(cluster, since)} == {0}
     worlds = [h["world"] for h in steps(cluster, since) if h["host"] == f"host{witness.number}"]
     changed = [world for world, before in zip(worlds, [4, *worlds], strict=False) if world != before]

@@ -1,4 +1,4 @@
-"""Jobs across machines: cables are cut without a word, hosts die, and everybody finds each other again."""
+"""Jobs across machines: cables are cut without notice, hosts die, and everybody finds each other again."""
 
 import signal
 import time

@@ -102,7 +102,7 @@ def test_a_coordinators_host_that_is_cut_off_steps_down_and_comes_back(
     cut = time.time()
     job.coordinator.cut()
     job.recovers(cut, "cut off", SILENT_S, request)
-    job.agent.wait_for_log("steps down: most of its voters did not renew its office in time")
+    job.agent.wait_for_log("steps down: most voters did not renew their promises in time")
     job.coordinator.heal()
     job.is_complete_again(time.time())
     finish(*job.others, job.agent)

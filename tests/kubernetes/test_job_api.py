@@ -58,7 +58,7 @@ def test_a_job_says_how_it_is_doing() -> None:
     assert said(status) == {"round": 7, "restarts": 2, "target": 3, "goodput": 0.97, "lastFailure": "rank 3"}
 
 
-def test_what_a_job_does_not_know_or_does_not_say_is_left_out() -> None:
+def test_unknown_and_missing_values_of_a_job_are_left_out() -> None:
     assert said({"round": 7, "goodput": None, "last_failure": ""}) == {"round": 7}
 
 
@@ -75,7 +75,7 @@ def test_a_long_word_is_cut() -> None:
     assert said({"last_failure": "x" * 5000}) == {"lastFailure": "x" * MAX_TEXT_CHARACTERS}
 
 
-def test_a_job_is_told_how_many_nodes_it_is_to_have() -> None:
+def test_the_operator_sends_the_number_of_nodes_to_the_job() -> None:
     received: list[tuple[str, bytes]] = []
     with a_coordinator(b"{}", received) as port:
         JobApi(api_token, port).scale("127.0.0.1", "secret", "run", 3)
@@ -113,7 +113,7 @@ def test_a_job_that_knows_us_not_is_a_silence() -> None:
         (b"", "HTTP 401"),
     ],
 )
-def test_why_a_job_refuses_is_said_in_one_short_line(body: bytes, said: str) -> None:
+def test_the_reason_of_a_rejection_is_one_short_line(body: bytes, said: str) -> None:
     with a_coordinator(body) as port, pytest.raises(QueryFailed) as refused:
         JobApi(api_token, port).scale("127.0.0.1", "wrong", "run", 3)
     assert str(refused.value) == said

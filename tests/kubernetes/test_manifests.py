@@ -20,7 +20,7 @@ def test_a_manifest_is_as_its_file_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", deploy_files())
-def test_what_is_deployed_is_as_its_file_says(name: str) -> None:
+def test_the_deployed_objects_equal_their_files(name: str) -> None:
     assert deploy_files()[name] == (DEPLOY / name).read_text(), REMEDY
 
 
@@ -42,7 +42,7 @@ def test_the_first_container_is_the_trainer_and_others_stay_as_they_are() -> Non
     assert trainer["command"] == ["ripstop", "run", "train.py"]
 
 
-def test_what_the_template_sets_itself_stays() -> None:
+def test_variables_of_the_template_are_kept() -> None:
     trainer = manifests.pod(OWNER, spec_of(), 1)["spec"]["containers"][0]
     assert [each for each in trainer["env"] if each["name"] == "PET_MAX_RESTARTS"] == [
         {"name": "PET_MAX_RESTARTS", "value": "9"}

@@ -142,7 +142,7 @@ def test_a_definition_of_an_older_version_costs_what_the_job_says_and_not_the_ca
     assert len(caplog.records) == 1
 
 
-def test_what_an_older_version_wrote_goes_when_the_definition_forbids_it() -> None:
+def test_fields_of_an_older_version_are_removed_when_the_definition_forbids_them() -> None:
     cluster, api = Shelf(number_is_text=True), Talkative()
     cluster.job["status"] = {"goodput": 0.97, "restarts": 1}  # the other way round: what is stored is wrong
 
@@ -239,5 +239,5 @@ def test_fields_of_the_template_that_the_cluster_drops_are_a_condition() -> None
         ({"q": {"cpu": 1}}, {"q": {"cpu": "1"}}, []),
     ],
 )
-def test_what_a_cluster_drops_is_what_its_answer_lacks(sent: Any, kept: Any, gone: list[str]) -> None:
+def test_fields_that_the_reply_lacks_were_dropped_by_the_cluster(sent: Any, kept: Any, gone: list[str]) -> None:
     assert dropped(sent, kept) == gone

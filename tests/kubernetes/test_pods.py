@@ -75,7 +75,7 @@ def test_the_end_of_the_trainer_is_the_pods_also_while_something_runs_beside_it(
     assert (alone.has_sidecars, alone.empty) == (False, True)
 
 
-def test_what_ends_beside_the_trainer_is_not_the_pods_end() -> None:
+def test_the_end_of_another_container_is_not_the_end_of_the_pod() -> None:
     statuses = [container("beside", terminated={"exitCode": 1}), container("trainer", running={})]
     assert not pod_of({"phase": "Running", "containerStatuses": statuses}).over
 

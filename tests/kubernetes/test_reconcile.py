@@ -92,7 +92,7 @@ def test_spares_are_pods_beyond_the_replicas() -> None:
     assert actions(decide(a_job(spares=1), [], NOW)) == [CreatePod(0), CreatePod(1), CreatePod(2)]
 
 
-def test_what_runs_is_left_alone() -> None:
+def test_running_pods_are_not_changed() -> None:
     decision = decide(a_job(), [running(0), running(1)], NOW)
     assert actions(decision) == []
     assert decision.status["phase"] == "Running"
@@ -317,7 +317,7 @@ def test_a_running_job_says_how_it_is_doing() -> None:
     assert {name: status.get(name) for name in says} == says | {"target": None}
 
 
-def test_what_a_job_said_last_is_not_put_over_its_end() -> None:
+def test_the_last_status_of_a_job_does_not_replace_its_end() -> None:
     job = trains(a_job(), lastFailure="rank 3 was killed")
     job = settled(job, said(0, "failed", 1), said(1, "failed", 1))
     assert job.status["lastFailure"] == "because"
@@ -608,7 +608,7 @@ def test_how_the_job_ended_counts_more_than_a_latecomer_that_was_turned_away() -
 # the cluster's no, and what changes while a job lives -----------------------------------------------------------------
 
 
-def test_what_the_cluster_refuses_is_a_condition_sent_once_and_tried_again() -> None:
+def test_an_object_that_the_cluster_rejects_sets_a_condition_once_and_is_retried() -> None:
     job = replace(a_job(), refused="Pod train-0 cannot be created: exceeded quota")
     decision = decide(job, [], NOW)
     assert condition(decision, "Refused")["message"] == "Pod train-0 cannot be created: exceeded quota"
@@ -639,7 +639,7 @@ def test_a_suspended_job_does_not_run_towards_its_deadline() -> None:
     "pod",
     [said(1, "stopped", 143), replace(said(1, ""), message=""), replace(said(1, "", 2), message="usage")],
 )
-def test_what_a_pod_that_was_sent_to_leave_says_of_its_end_is_not_the_jobs(pod: Pod) -> None:
+def test_the_end_of_a_removed_pod_is_not_the_end_of_the_job(pod: Pod) -> None:
     decision = decide(settled(a_job(), running(0)), [running(0), replace(pod, deleting=True)], NOW)
     assert decision.status["phase"] == "Running"
 
@@ -649,13 +649,13 @@ def test_a_job_that_ends_while_a_pod_is_leaving_has_ended() -> None:
     assert decide(settled(a_job(), running(0)), [running(0), leaving], NOW).status["phase"] == "Succeeded"
 
 
-def test_what_was_accepted_and_cannot_be_read_is_accepted_anew() -> None:
+def test_an_unreadable_accepted_spec_is_accepted_again() -> None:
     decision = decide(a_job({"accepted": "{"}), [running(0), running(1)], NOW)
     assert decision.status["phase"] == "Running"
     assert json.loads(decision.status["accepted"])["maxReplicas"] == 4
 
 
-def test_what_another_version_accepted_is_a_condition() -> None:
+def test_a_spec_that_another_version_accepted_sets_a_condition() -> None:
     decision = decide(a_job({"accepted": '{"maxReplicas": 0}'}, maxReplicas=0), [running(0)], NOW)
     assert (actions(decision), decision.status["phase"]) == ([], "Invalid")
 

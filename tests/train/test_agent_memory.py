@@ -53,9 +53,7 @@ def test_a_kept_buffer_is_the_same_memory_for_the_next_worker(agent: Agent, clie
     os.close(kept[0, 1])
 
 
-def test_what_a_worker_still_sends_in_its_last_round_changes_nothing(
-    agent: Agent, client: AgentMemory, buffer: int
-) -> None:
+def test_messages_of_a_worker_of_an_old_round_change_nothing(agent: Agent, client: AgentMemory, buffer: int) -> None:
     client.identity()
     agent.round, agent.rank = 2, 1  # it goes on in place, under another rank
     with pytest.raises(Interrupted, match="round 1 is over"):

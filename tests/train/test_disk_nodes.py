@@ -201,7 +201,7 @@ def test_a_name_with_other_content_on_another_mesh_is_not_saved(cluster: DiskClu
     assert any("weights is a sharded tensor with different contents" in problem for problem in cluster.problems())
 
 
-def test_what_a_lost_job_left_unfinished_is_no_part_of_the_next_one(cluster: DiskCluster) -> None:
+def test_an_unfinished_checkpoint_of_a_lost_job_is_not_part_of_the_next_one(cluster: DiskCluster) -> None:
     folder = checkpoint_files.folder(str(cluster.directory), "state")
     for number in range(1, 13):
         left = folder / checkpoint_files.unfinished_name(1, number, is_shared=True)

@@ -89,7 +89,7 @@ def test_a_state_made_inside_the_function_replaces_that_of_the_last_round() -> N
     assert kept.step == 1
 
 
-def test_a_broken_connection_is_told_from_the_scripts_own_errors() -> None:
+def test_a_broken_connection_differs_from_errors_of_the_script() -> None:
     gloo = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
     assert all(map(_is_broken_connection, (gloo, distributed.DistBackendError("x"), ConnectionResetError())))
     chained = RuntimeError("train.State needs every rank")

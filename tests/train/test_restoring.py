@@ -128,7 +128,7 @@ def test_a_large_state_is_compared_over_several_commits(cluster: Cluster, steps:
 
 
 @pytest.mark.long
-def test_what_was_equal_before_a_restore_stays_known_after_it(cluster: Cluster) -> None:
+def test_state_that_was_equal_before_a_restore_is_known_to_be_equal_after_it(cluster: Cluster) -> None:
     cluster.run(replicated, "ab", 4)
     cluster.run(replicated, "ab", 1)
     cluster.lose("a")
@@ -209,7 +209,7 @@ def attacked(key: str, mark: str) -> str:
 
 
 @pytest.mark.parametrize("key", ["", "00" * 32])
-def test_who_only_reaches_the_store_cannot_make_a_worker_unpickle(cluster: Cluster, tmp_path: Path, key: str) -> None:
+def test_access_to_the_store_alone_cannot_make_a_worker_unpickle(cluster: Cluster, tmp_path: Path, key: str) -> None:
     mark = tmp_path / "unpickled"
     _, error = cluster.run(attacked, "ab", key, str(mark))
     assert error.startswith("RuntimeError: train.State accepts only values of this round's workers: 'restore 1 0'")

@@ -97,7 +97,7 @@ def planned(directory, text, **modules):
         ("f()\nimport pandas, torch.nn\ndef main():\n    import numpy", ["numpy", "torch", "torch.nn"]),
     ],
 )
-def test_what_the_script_imports_before_its_first_other_statement_is_preloaded(tmp_path, text, names):
+def test_imports_before_the_first_other_statement_are_preloaded(tmp_path, text, names):
     assert planned(tmp_path, text) == names
 
 
@@ -231,7 +231,7 @@ def test_the_number_of_followed_modules_is_limited():
         ("import torch, mine\nmine.State()", []),
     ],
 )
-def test_what_ripstop_imports_late_is_preloaded_after_torch(text: str, late: list[str]) -> None:
+def test_late_imports_of_ripstop_are_preloaded_after_torch(text: str, late: list[str]) -> None:
     found = preloads(text)
     assert [name for name in found if name.startswith("ripstop")] == late
     assert found[len(found) - len(late) :] == late

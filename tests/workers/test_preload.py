@@ -42,7 +42,7 @@ def preloaded(stage: Stage, imports: str, *names: str, workers: int = 1):
     return outcome, [name for name, is_preloaded in seen.items() if is_preloaded]
 
 
-def test_what_the_script_imports_first_is_preloaded_and_what_follows_is_not(stage, site):
+def test_the_first_imports_are_preloaded_and_later_ones_are_not(stage, site):
     site(one="", two__in____init__="", two__in__part="", late="")
     outcome, found = preloaded(
         stage, "import one\nfrom two import part\nprint(end='')\nimport late", "one", "two", "two.part", "late"
@@ -103,7 +103,7 @@ def test_an_unfit_import_is_left_to_the_workers_and_the_others_are_preloaded(sta
     assert outcome.ready.start is StartMethod.ZYGOTE
 
 
-def test_what_an_unfit_package_imports_from_others_is_preloaded(stage, site):
+def test_packages_that_an_unfit_package_imports_are_preloaded(stage, site):
     site(
         unfit__in____init__="import brought\nfrom unfit import inner\nimport depends",
         unfit__in__inner="import other\nos.environ.get('RANK')",

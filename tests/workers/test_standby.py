@@ -182,7 +182,7 @@ def test_local_ranks_without_a_standby_are_forked(pools):
 
 
 @pytest.mark.parametrize("binding", [None, Binding((min(os.sched_getaffinity(0)),))], ids=["free", "bound"])
-def test_a_taken_standby_cannot_be_told_from_a_forked_worker(pools, binding):
+def test_a_taken_standby_does_not_differ_from_a_forked_worker(pools, binding):
     async def scenario() -> None:
         async with pools.open(TELLS_ALL, binding=binding) as pool:
             spec = pool.spec(0, binding=binding)
@@ -213,7 +213,7 @@ print(random.random())
 """
 
 
-def test_what_a_warm_up_changes_is_restored(pools, capfd):
+def test_changes_of_a_warm_up_are_undone(pools, capfd):
     async def scenario() -> None:
         async with pools.open(TELLS_TRACES, warm_up=LEAVES_TRACES) as pool:
             await pool.run()
@@ -447,7 +447,7 @@ def test_after_three_failures_no_further_standby_is_made(pools):
     async def scenario() -> None:
         async with pools.open(warm_up="raise ValueError") as pool:
             endings = [(await pool.fail()).rpartition("; ")[2] for _ in range(3)]
-            assert endings == ["workers start without it"] * 2 + ["no further one is made"]
+            assert endings == ["workers start without it"] * 2 + ["ripstop does not try again"]
             pool.standbys.on_round_started()
             pool.standbys.on_first_step()
             await pool.run()

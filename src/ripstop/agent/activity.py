@@ -37,7 +37,7 @@ class Activity(Struct, frozen=True):
 
 
 def describe(activity: Activity, seconds: float) -> str:
-    """The line of an activity that began so many seconds ago; empty if there is nothing to say."""
+    """The line of an activity that began `seconds` ago; empty if there is nothing to say."""
     kind, detail = activity.kind, activity.detail
     time = elapsed(seconds) + (f" of {elapsed(activity.limit)}" if activity.limit is not None else "")
     match kind:
@@ -49,7 +49,7 @@ def describe(activity: Activity, seconds: float) -> str:
 
 
 def next_line_after(kind: ActivityKind, seconds: float) -> float:
-    """When an activity is logged next: after how many seconds of it, if so many have passed."""
+    """After how many seconds of an activity its next log line is due, if `seconds` have passed."""
     due = FIRST_LINES_S.get(kind, FIRST_LINE_S)
     while due <= seconds and due < MAX_INTERVAL_S:
         due *= 2

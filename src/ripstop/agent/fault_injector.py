@@ -1,9 +1,9 @@
 """Injects the faults of `ripstop chaos` into this node (`--allow-chaos`): its workers, its agent, its disk.
 
 Rules: (1) only this agent's own workers and this agent itself are signalled; (2) a fault is recorded before it is
-injected; (3) one fault at a time; (4) a lasting fault ends after its seconds, however the client, the job or this agent
-fares: workers end with their agent, the file that fills the disk has no name, and a process of its own continues a
-stopped agent; (5) what this machine cannot do is skipped, and the reply says why.
+injected; (3) one fault at a time; (4) a lasting fault ends after its seconds, even if the client, the job or this agent
+ends before: workers end with their agent, the file that fills the disk has no name, and a process of its own continues
+a stopped agent; (5) a fault that is impossible on this machine is skipped, and the reply says why.
 """
 
 import asyncio

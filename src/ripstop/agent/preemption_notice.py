@@ -1,7 +1,7 @@
-"""Looks for the notice that this machine will be taken away (`--preemption-notice`): a file, or an answer of a URL.
+"""Polls for the notice that this machine will be preempted (`--preemption-notice`): a file, or the reply of a URL.
 
-Polled, because clouds offer nothing else.  Rules: (1) a file that exists is a notice; (2) so is an HTTP answer 200 with
-a text other than FALSE, which Google's metadata server gives before; (3) anything else is none, and the first error is
+Clouds offer no notification.  Rules: (1) a file that exists is a notice; (2) an HTTP reply 200 with a text other than
+FALSE is a notice (Google's metadata server replies FALSE before it); (3) anything else is not, and the first error is
 logged; (4) a request is short and bounded, and no other thread of the agent waits for it.
 """
 

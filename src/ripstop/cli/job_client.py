@@ -37,7 +37,7 @@ which job
 
 Defaults are in parentheses.
 
-Exit codes: 0 done; 1 there is no such job, or it did not do what was asked; 2 the command
+Exit codes: 0 done; 1 the job was not found, could not be reached, or rejected the command; 2 the command
 line is wrong.
 """
 BASIC_FLAGS = (HELP_FLAG, Flag("--job", "NAME", short="-j"), Flag("--json"))

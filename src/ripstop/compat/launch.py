@@ -34,7 +34,7 @@ def launch(args: argparse.Namespace) -> None:
 def main(args: Sequence[str] | None = None) -> None:
     warnings.warn(
         "torch.distributed.launch is deprecated; use `ripstop run`, and read os.environ['LOCAL_RANK'] in the script "
-        "in place of its argument --local-rank",
+        "instead of its argument --local-rank",
         FutureWarning,
         stacklevel=2,
     )

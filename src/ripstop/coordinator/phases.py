@@ -17,7 +17,7 @@ TRANSITIONS = {  # between phases, and their causes; docs/rendezvous.md has a di
     },
     Phase.RUNNING: {
         Phase.GATHERING: "a failure, an operator's restart, or a node that joins, leaves, is lost or has a newer round",
-        Phase.CLOSING: "all workers exited 0, no restart is left, an operator stops, or a node reports the job's end",
+        Phase.CLOSING: "all workers exited 0, no restart is left, an operator stops the job, or a node reports the end",
     },
     Phase.CLOSING: {
         Phase.CLOSED: "the job succeeded, all nodes reported their failures, or the time for reports is over"

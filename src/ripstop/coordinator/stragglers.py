@@ -9,8 +9,8 @@ Rules
 1.  Ranks are compared with the lower median of all ranks, so that of two ranks the faster one counts.
 2.  A rank is slow if a step takes `factor` times as long as it would if this rank were like the median one.
 3.  A rank becomes a straggler when it was slow in all samples for `seconds`, and in at least `MIN_PROFILES` profiles.
-    It is none any more when it was not slow for as long, or when its round has ended.
-4.  Steps that lose less than `MIN_LATENESS_S` do not matter: the scheduler of a busy machine delays any rank so long.
+    It stops being one when it was not slow for `seconds`, or when its round has ended.
+4.  Delays of less than `MIN_LATENESS_S` do not count: the scheduler of a busy machine delays any rank by as much.
 5.  Ranks whose steps have another number of collectives than most are not compared.
 """
 

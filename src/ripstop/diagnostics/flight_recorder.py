@@ -134,7 +134,7 @@ def _size(entry: Mapping[str, Any]) -> str:
 
 
 def as_text(recording: Recording) -> str:
-    """The latest operations, one a line, the latest at the end."""
+    """The latest operations, one per line, the latest at the end."""
     shown = recording.entries[-MAX_SHOWN_ENTRIES:]
     more = len(recording.entries) - len(shown)
     return "\n".join([*([f"… {more} before"] if more else []), *map(str, shown)]) or "nothing is recorded"

@@ -3,7 +3,7 @@
 Every agent that listens at an address of `--rdzv-endpoint` is a candidate.  It is also a voter (`voter.py`) that votes
 over a connection, like all others.  The two share what they know of the electorate, and nothing else.  Rules:
 
-1.  A candidate asks for promises if its own agent has no coordinator, and those who look for one here could elect it.
+1.  A candidate asks for promises if its own agent has no coordinator, and the agents connected here could elect it.
 2.  It is the coordinator with promises of the newest electorate that it knows: a majority of the voters, and of the
     outgoing voters if a change is pending.  Before the first round it needs all addresses.
 3.  The office ends, by its own clock, before voters may promise to another: the majorities of rule 2 must have renewed
@@ -148,7 +148,7 @@ class Candidate:
 
     def on_tick(self, now: float) -> list[CandidateCommand]:
         if self.in_office and now >= self._office_end:
-            return self._step_down("most of its voters did not renew its office in time")
+            return self._step_down("most voters did not renew their promises in time")
         if now < self._next_request:
             return []
         if self.in_office:

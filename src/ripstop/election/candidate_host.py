@@ -110,7 +110,7 @@ class CandidateHost:
             case Follow(epoch=epoch, electorate=electorate) | Promise(epoch=epoch, electorate=electorate):
                 _check(electorate, epoch, self._candidate.highest_epoch)
                 if isinstance(message, Follow) and message.seat and message.seat not in self._seats:
-                    raise ProtocolError("a seat is an address of --rdzv-endpoint, this one is not")
+                    raise ProtocolError("the address of a voter must be one of --rdzv-endpoint, this one is not")
                 self._execute(self._candidate.on_message(peer.node, message, boot_time()))
                 self._log_missing_later()
             case Renewed():
@@ -229,7 +229,7 @@ class CandidateHost:
     def _log_missing(self) -> None:
         if self._candidate.electorate.is_first and not self._candidate.in_office and self._peers:
             missing = ", ".join(self._candidate.missing())
-            log.info("the first coordinator is elected when every address of --rdzv-endpoint answers: no %s", missing)
+            log.info("the first election needs a reply from every address of --rdzv-endpoint; missing: %s", missing)
 
 
 def _check(electorate: Electorate, epoch: int, known: int) -> None:

@@ -1,4 +1,4 @@
-"""What a coordinator knows that no agent reports: it sends it to some nodes, and they send it to the next coordinator.
+"""The facts of a coordinator that no agent reports.  It sends them to some nodes, which pass them to its successor.
 
 Pure data.  Times are seconds before the moment at which the memory was sent, because clocks differ.  The number of
 records and the length of texts are bounded, so a memory always fits into one message.

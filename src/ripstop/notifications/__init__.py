@@ -1,1 +1,1 @@
-"""Messages about a job to a webhook (`--notify-url`): `content` decides what is said, `webhook` sends it."""
+"""Messages about a job to a webhook (`--notify-url`): `content` writes the text, `webhook` sends it."""

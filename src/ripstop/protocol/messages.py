@@ -349,7 +349,7 @@ class Redirect(ProtocolMessage, frozen=True):
 
 
 class Renew(ProtocolMessage, frozen=True):
-    """The coordinator asks a voter to renew its office.  None: the voter has the electorate."""
+    """The coordinator asks a voter to renew its promise.  None: the voter has the electorate."""
 
     epoch: Int64
     number: Int64

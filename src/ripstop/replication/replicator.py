@@ -410,7 +410,7 @@ class Receiver(threading.Thread):
 
 
 def _fill(peer: PeerConnection, memory: memoryview) -> int:
-    """Receive so many bytes; their checksum."""
+    """Receive as many bytes as fit into `memory`; their checksum."""
     checksum, start = 0, 0
     while start < len(memory):
         size = peer.receive_into(memory[start : start + CHUNK_BYTES])

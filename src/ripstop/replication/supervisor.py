@@ -71,7 +71,7 @@ class Supervisor:
         config = self._config
         if self._listening is None and not self._problem and config.replicates and config.max_nodes > 1:
             if config.backend is Backend.HANDLER:
-                self._problem = "nodes that meet through another package's rendezvous keep none"
+                self._problem = "a job with another package's rendezvous handler makes none"
             elif not config.token and (config.tls is None or config.tls.ca is None):
                 self._problem = "the job has no secret; set RIPSTOP_TOKEN to the same value on all nodes"
             elif config.tls is not None and config.tls.cert is None:
@@ -122,8 +122,8 @@ class Supervisor:
             self._start()
         elif self._place.group_size > 1 and self._config.replicates and not self._has_warned:
             self._has_warned = True
-            why = self._problem or "another node takes none, for a reason in its log"
-            log.warning("state %r has no copies on other nodes: %s; its loss with a node is possible", name, why)
+            why = self._problem or "another node makes no copies, and its log says why"
+            log.warning("state %r has no copies on other nodes: %s; it may be lost with a node", name, why)
 
     # the process ------------------------------------------------------------------------------------------------------
 

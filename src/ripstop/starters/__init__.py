@@ -1,1 +1,1 @@
-"""What starts the agents of a job on a cluster: Slurm, MPI or AWS Batch.  Their variables, and the user's key."""
+"""The programs that start agents on a cluster (Slurm, MPI, AWS Batch): their variables, and the user's key."""

@@ -71,7 +71,7 @@ def _create_or_read(path: Path) -> str:
         draft.unlink(missing_ok=True)
     text = _read(path)
     if text is None:
-        raise UsageError(f"{path}: was removed as soon as it was created; let it be, {REMEDY}")
+        raise UsageError(f"{path}: was removed just after it was created; keep this file, {REMEDY}")
     return text
 
 

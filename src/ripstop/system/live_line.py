@@ -122,7 +122,7 @@ class LiveLine:
 
 
 def cut(text: str, width: int) -> str:
-    """The beginning of a text on one line, in at most so many columns."""
+    """The beginning of a text on one line, in at most `width` columns."""
     text = one_line(" ".join(text.split()))
     if sum(map(_columns, text)) <= width:
         return text

@@ -1,1 +1,1 @@
-"""What becomes of events: event files, the journal, log lines, metrics, goodput, traces, and torch's event handlers."""
+"""Outputs of events: event files, the journal, log lines, metrics, goodput, traces, and torch's event handlers."""

@@ -15,7 +15,7 @@ from ripstop.model.usage import NodeSample
 
 MAX_POINTS = 720  # even
 FIRST_INTERVAL_S = 10.0
-NODES_PER_SECOND = 100  # at most so many nodes are queried a second, on average
+NODES_PER_SECOND = 100  # at most this many nodes are queried per second, on average
 
 
 class Point(Struct, frozen=True):
@@ -63,7 +63,7 @@ class History:
 
 
 def interval_s(nodes: int) -> float:
-    """The time between two samples of a job with so many nodes."""
+    """The time between two samples of a job with this number of nodes."""
     return max(FIRST_INTERVAL_S, nodes / NODES_PER_SECOND)
 
 

@@ -5,8 +5,8 @@ one pickle for each rank, with everything but tensors.  Plain DCP ignores both. 
 1.  A checkpoint is written below `.saving-ROUND-NUMBER`, synced, and renamed.  So a directory `commit-…` is whole,
     unless its files were changed later; sizes and digests tell.
 2.  If several nodes write, they write below `.saving-ROUND-NUMBER-parts`.  Each adds a file `part-RANK.pickle` when its
-    files are synced.  Who finds the parts of all ranks completes the checkpoint; the file `completing`, which only one
-    can create, says who.
+    files are synced.  The node that finds the parts of all ranks completes the checkpoint; it creates the
+    file `completing`, which only one node can create.
 3.  Only directories with these names, and only with files that a saver writes, are ever removed.
 """
 

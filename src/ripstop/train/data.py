@@ -89,7 +89,7 @@ class _Loop(ABC):
     def _check_loop(self, iteration: int) -> None:
         if iteration != self._iteration:
             raise RuntimeError(
-                "this loop over batches() is out of date: the position was restored, or another loop began, since; "
+                "this loop over batches() is out of date: meanwhile the position was restored, or another loop began; "
                 "begin a new loop"
             )
 

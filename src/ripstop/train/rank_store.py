@@ -1,9 +1,9 @@
 """How the ranks of a round exchange small values: through the round's store, before or after `init_process_group`.
 
 Anyone who reaches torch's store can read and write it.  So each value has a MAC with the key of the round's workers,
-and a value without a valid one is an error.  The sums of `add` have none: they may be wrong.  Nor has the message of a
-rank without an agent, which has no key: it may be false, and can make the others go on without a State that has no
-commit yet, but never lose one.
+and a value without a valid one is an error.  The sums of `add` have no MAC: they may be wrong.  The message
+of a rank without an agent has none either, because this rank has no key.  A forged one can make the ranks go on without
+a State that has no commit yet, but it can never make them lose a commit.
 """
 
 import hmac

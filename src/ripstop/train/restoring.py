@@ -275,7 +275,7 @@ class Restoring:
         if has_commits or self._shards or on_disk:
             raise RuntimeError(
                 f"state {self._name!r} has commits, and all ranks must be able to restore them; {why}; "
-                "mend its node, or start a new job with another --checkpoint-dir"
+                "repair its node, or start a new job with another --checkpoint-dir"
             )
         raise NotKept(why)
 

@@ -331,7 +331,7 @@ class Standbys:
                     self._record_ready()
                 case policy.ReportFailure(rank, why, is_final, is_news):
                     why = why or f"the warm-up took longer than {policy.WARM_UP_TIMEOUT_S:g} s"
-                    end = "; no further one is made" if is_final else "; workers start without it"
+                    end = "; ripstop does not try again" if is_final else "; workers start without it"
                     level = logging.WARNING if is_news else logging.DEBUG
                     self._record(events.StandbyDiscarded(rank, f"{why}{end}"), level)
         self._set_timer()

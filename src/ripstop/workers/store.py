@@ -125,7 +125,7 @@ def _reserve_next(listener: socket.socket) -> socket.socket | None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket on `host`; on all interfaces if `host` is no local address (address translation)."""
+    """A listening socket on `host`; on all interfaces if `host` is not a local address (address translation)."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
@@ -139,7 +139,7 @@ def _listen(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRNOTAVAIL:
             everywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"
             log.warning(
-                "store host=%s is no local address, so it listens on all interfaces; set --local-addr for one", host
+                "store host=%s is not a local address, so it listens on all interfaces; set --local-addr for one", host
             )
             return _listen(everywhere, port)
         raise StartError(
@@ -149,7 +149,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def bind_local(host: str) -> socket.socket:
-    """A socket on a free port of `host`, which does not listen yet; StartError if `host` is no local address."""
+    """A socket on a free port of `host`, which does not listen yet; StartError if `host` is not a local address."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return _bind(family, address, listens=False)

@@ -37,7 +37,7 @@ def test_a_job_is_submitted_looked_at_scaled_and_deleted(place: Place, capsys: p
     assert place.forgotten("t")
 
 
-def test_what_is_rendered_can_be_submitted(
+def test_rendered_manifests_can_be_submitted(
     place: Place, capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     file = tmp_path_factory.mktemp("job") / "job.yaml"
@@ -114,7 +114,7 @@ def test_an_operator_that_does_not_run_is_not_reported_as_installed(
         cluster.delete(path)
 
 
-def test_a_namespace_that_is_not_there_is_said(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_namespace_is_reported(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kube", "submit", "--namespace=ripstop-nowhere", IMAGE, "train.py"]) == 2
     assert "create the namespace" in said(capsys)
     with pytest.raises(NotFound):

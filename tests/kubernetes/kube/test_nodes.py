@@ -112,7 +112,7 @@ def test_the_coordinators_agent_is_killed_and_the_job_goes_on(training: Training
     training.loses("agent of slot 0 killed", "train-0", lambda: os.kill(agent, signal.SIGKILL), of=3)
 
 
-def test_what_is_lost_together_with_the_operator_is_replaced_by_the_next(
+def test_a_pod_lost_together_with_the_operator_is_replaced_by_the_next_operator(
     training: Training, operators_pod: str, cluster: Cluster
 ) -> None:
     training.steady(3)

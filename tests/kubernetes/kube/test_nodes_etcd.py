@@ -57,13 +57,13 @@ def known_round(training: Training) -> int:
     return int(training.place.job()["status"].get("round", 0))
 
 
-def test_the_status_is_of_whoever_was_elected(training: Training) -> None:
+def test_the_status_comes_from_the_elected_coordinator(training: Training) -> None:
     training.steady(3)
     eventually(lambda: known_round(training) >= 1, PATIENCE)
     training.healthy()
 
 
-def test_the_pod_that_was_elected_is_killed_without_a_word(training: Training) -> None:
+def test_the_elected_pod_is_killed_without_notice(training: Training) -> None:
     training.steady(3)
     before, pod = known_round(training), coordinator(training)
     agent = training.agent(pod)

@@ -42,7 +42,7 @@ def test_a_short_job_gets_its_defaults(place: Place) -> None:
         ({"rendezvous": {"backend": "zookeeper"}}, "spec.rendezvous.backend"),
     ],
 )
-def test_what_one_field_gets_wrong_is_refused(place: Place, spec: dict[str, Any], field: str) -> None:
+def test_an_invalid_field_is_rejected(place: Place, spec: dict[str, Any], field: str) -> None:
     body = a_job("train", **spec)
     body["spec"] = {name: value for name, value in body["spec"].items() if value is not None}
     with pytest.raises(ApiError, match=field.replace(".", r"\.")) as refused:
@@ -64,7 +64,7 @@ def _rules(cluster: Cluster) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_rules")
-def test_what_two_fields_or_a_change_get_wrong_is_refused(place: Place) -> None:
+def test_an_invalid_combination_or_change_of_fields_is_rejected(place: Place) -> None:
     def refusal(**spec: Any) -> str:
         try:
             place.submit("wrong", **spec)

@@ -174,7 +174,7 @@ def line(admin: dict[str, Any]) -> Iterator[Line]:
         line.close()
 
 
-def test_what_happens_while_the_connections_are_lost_is_seen_afterwards(
+def test_changes_during_a_lost_connection_are_found_afterwards(
     place: Place, operators: Operators, line: Line, tmp_path: Path
 ) -> None:
     config = json.loads(operators.config.read_text())

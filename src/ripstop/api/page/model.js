@@ -4,7 +4,7 @@
 const MAX_EVENTS = 10_000;
 const MAX_ROUNDS = 2_000;
 const MAX_MARKS = 5_000;
-const SILENT_S = 15; // and so many step times
+const SILENT_S = 15; // or SILENT_STEPS step times, if that is longer
 const SILENT_STEPS = 10;
 export const STRAGGLER = 1.5; // times the median step time
 const RECENT_S = 300;

@@ -39,7 +39,7 @@ the plan, a TOML file
   kind = "worker-kill"        {", ".join(list(FaultKind)[:5])},
                               {", ".join(list(FaultKind)[5:])}
   rank = 3                    of a worker- kind: the rank ("any")
-  node = "gpu1"               of another kind: the node; "coordinator": the coordinator's ("any": any but that)
+  node = "gpu1"               of another kind: the node; "coordinator": the coordinator's node ("any": any other)
   duration = "10s"            of a stop, slow, oom or fill: how long it lasts (10s)
   percent = 50                of worker-slow: the share of time in which the worker is stopped (50)
   size = "64M"                of disk-fill: space that is taken in the log directory (64M)

@@ -24,7 +24,7 @@ HELP = """\
 usage: ripstop coordinator --rdzv-endpoint=HOST[:PORT] [FLAGS]
 
 Runs the coordinator of a job, without workers, until the job ends.  The nodes use the same endpoint and id.  The loss
-of a training node then never takes the coordinator away.
+of a training node then does not end the coordinator.
 
 examples
   ripstop coordinator --rdzv-id=job7 --rdzv-endpoint=head:29400 \\
@@ -42,8 +42,8 @@ job
   --max-infra-restarts N        how often the job may restart after hangs in one hour; not part of --max-restarts (3)
   --straggler HOW               if the other ranks wait for a slow one: report it; replace its node by a spare, if one
                                 is ready; or off (report)
-  --straggler-factor NUMBER     how many times longer steps take because of a straggler (1.5)
-  --straggler-time TIME         for how long, until it is reported (2m)
+  --straggler-factor NUMBER     a rank is a straggler if steps take this many times as long because of it (1.5)
+  --straggler-time TIME         how long a rank must be slow until it is reported (2m)
   --notify-url URL              send a message to this webhook when the job ends, hangs, has a straggler or few restarts
                                 left
   --allow-chaos                 let operators inject faults into the job (ripstop chaos)

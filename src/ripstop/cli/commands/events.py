@@ -15,8 +15,8 @@ from ripstop.telemetry.log_lines import log_line
 HELP = f"""\
 usage: ripstop events [-f] [--since N] [FLAGS]
 
-Prints the events that a job's coordinator keeps, one a line, in the order in which it received them.  With --json, each
-line is a JSON object as in events.jsonl, with the event's number in the job.
+Prints the events that a job's coordinator keeps, one per line, in the order in which it received them.  With --json,
+each line is a JSON object as in events.jsonl, with the event's number in the job.
 
 examples
   ripstop events -f           follow the job until it ends

@@ -110,17 +110,17 @@ failures
   --max-infra-restarts N      how often the job may restart after hangs in one hour; not part of --max-restarts (3)
   --straggler HOW             if the other ranks wait for a slow one: report it; replace its node by a spare, if one is
                               ready; or off (report)
-  --straggler-factor NUMBER   how many times longer steps take because of a straggler (1.5)
-  --straggler-time TIME       for how long, until it is reported (2m)
+  --straggler-factor NUMBER   a rank is a straggler if steps take this many times as long because of it (1.5)
+  --straggler-time TIME       how long a rank must be slow until it is reported (2m)
   --notify-url URL            send a message to this webhook (Slack or other) when the job ends, hangs, has a straggler
                               or few restarts left; the coordinator's node sends it
   --allow-chaos               let operators inject faults into this node (ripstop chaos)
-  --drain-timeout TIME        a node that leaves with notice (SIGTERM, ripstop drain, a preemption) waits so long for a
+  --drain-timeout TIME        how long a node that leaves with notice (SIGTERM, ripstop drain, a preemption) waits for a
                               commit of all ranks, so that no step is repeated; 0: it leaves at once (20)
   --preemption-notice WHERE   leave when this file exists, or this http:// URL answers with a text other than FALSE
   --shutdown-timeout TIME     time between SIGTERM and SIGKILL when workers are stopped (30)
-  --inprocess-timeout TIME    time in which a worker with @train.elastic leaves a round that is over; then it is
-                              replaced.  0: all workers are replaced after every fault (5)
+  --inprocess-timeout TIME    in-place recovery (@train.elastic): how long a worker may take to leave a round that has
+                              ended, before it is replaced; 0: no in-place recovery (5)
   --signals-to-handle NAME,…  signals that stop this node and its workers (SIGTERM,SIGINT,SIGHUP,SIGQUIT)
   --monitor-interval TIME     accepted, because torchrun has it; no effect: worker exits are detected without polling
 

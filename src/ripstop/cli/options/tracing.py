@@ -29,7 +29,7 @@ def tracing(environ: Mapping[str, str], notes: list[str], *, coordinated: bool =
     traceparent = re.fullmatch(TRACEPARENT, environ.get("TRACEPARENT", "").strip())
     problem = ""
     if not coordinated:
-        problem = f"{name} has no effect on nodes that meet through another package's handler"
+        problem = f"{name} has no effect with another package's rendezvous handler"
     elif _setting(environ, "PROTOCOL")[1].strip() == "grpc":
         remedy = f"{OTLP}TRACES_ENDPOINT=http://HOST:4318/v1/traces and {OTLP}TRACES_PROTOCOL=http/protobuf"
         problem = f"{_setting(environ, 'PROTOCOL')[0]}=grpc: ripstop sends spans over HTTP; write {remedy}"

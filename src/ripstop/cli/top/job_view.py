@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
-SILENT_S = 15.0  # without a heartbeat, and so many step times
+SILENT_S = 15.0  # without a heartbeat, or SILENT_STEPS step times if that is longer
 SILENT_STEPS = 10
 STRAGGLER = 1.5  # times the median step time
 
@@ -59,7 +59,7 @@ class JobView(Struct, frozen=True):
     status: dict[str, Any]
     ranks: tuple[Rank, ...] = ()
     median: float | None = None  # step time
-    checkpoint: tuple[int, float] | None = None  # of this step, so many seconds ago
+    checkpoint: tuple[int, float] | None = None  # its step, and its age in seconds
     problem: str = ""  # the job cannot be reached
     outcome: str = ""  # it has ended
     rounds: tuple[str, ...] = ()

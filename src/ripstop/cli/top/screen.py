@@ -208,7 +208,7 @@ def text_view(title: str, text: list[str], first: int | None, width: int, height
 
 
 def fit(lines: list[Line], width: int, height: int) -> list[Line]:
-    """Exactly so many lines, none longer than the width."""
+    """Exactly `height` lines, none longer than the width."""
     found = [_cut(line, width) for line in lines[:height]]
     return found + [[] for _ in range(height - len(found))]
 

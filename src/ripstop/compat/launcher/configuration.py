@@ -227,7 +227,7 @@ class CustomLogs:
             dest = self._specs.reify(variables)
         except Exception as error:
             name = type(self._specs).__name__
-            raise StartError(f"{name}.reify failed: {type(error).__name__}: {error}; mend it") from error
+            raise StartError(f"{name}.reify failed: {type(error).__name__}: {error}; correct it") from error
         reply: dict[str, Any] = {
             name: {str(rank): path for rank, path in getattr(dest, name).items()}
             for name in ("stdouts", "stderrs", "tee_stdouts", "tee_stderrs", "error_files")
