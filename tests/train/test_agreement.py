@@ -75,7 +75,7 @@ def test_replicated_state_restores_fewer_and_more_ranks() -> None:
 def test_ranks_with_different_values_do_not_restore_another_number_of_ranks() -> None:
     digests: Digests = [{0: {"model": "same", "best": "a"}}, {1: {"model": "same", "best": "b"}}]
     both = Holding(0, held(NEW, 0, 1))
-    problem = "commit 9 is of 2 ranks and this round has 3, and between ranks there are different values of best"
+    problem = "commit 9 was made by 2 ranks, this round has 3, and these values differ between ranks: best"
     assert decide(both, both, both, digests=digests) == Start(problem)
 
 

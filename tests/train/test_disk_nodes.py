@@ -145,7 +145,10 @@ def test_state_that_differs_between_the_ranks_of_several_nodes_is_restored_by_as
     assert column(found, "weights") == [[float(at)] * 2] * 4
     fewer = cluster.run_on_disk(unequal, "gh", 1)
     assert column(fewer, "restored") == [0, 0]
-    assert any("is of 4 ranks with different values of own" in text for text in column(fewer, "messages")[0])
+    assert any(
+        "was made by 4 ranks, this round has 2, and these values differ" in text
+        for text in column(fewer, "messages")[0]
+    )
 
 
 def test_a_checkpoint_without_the_file_of_one_node_is_used_by_no_rank(cluster: DiskCluster) -> None:

@@ -117,7 +117,7 @@ def test_ranks_that_differ_start_from_the_beginning_if_their_number_changes(clus
     cluster.run(replicated, "aa", 4, True)
     found = cluster.run(replicated, "aaa", 4, True)
     assert column(found, "restored") == [0, 0, 0]
-    assert "different values of best" in column(found, "messages")[0][0]
+    assert "these values differ between ranks: best" in column(found, "messages")[0][0]
 
 
 @pytest.mark.parametrize(("steps", "restored"), [(3, 0), (6, 6)])

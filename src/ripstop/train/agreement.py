@@ -120,8 +120,8 @@ def agree(holdings: Sequence[Holding]) -> Generator[Compare, Digests, Restore | 
             return Restore(commit, holders=_holders(held[commit], holdings), skipped=problem)
         if not differing:
             return _plan(commit, held[commit], holdings, problem)
-        lacks = lacks or f"commit {commit.number} is of {commit.world_size} ranks and this round has {world_size}"
-        problem = problem or f"{lacks}, and between ranks there are different values of {_listed(differing)}"
+        lacks = lacks or f"commit {commit.number} was made by {commit.world_size} ranks, this round has {world_size}"
+        problem = problem or f"{lacks}, and these values differ between ranks: {_listed(differing)}"
     return Start(problem)
 
 

@@ -97,8 +97,8 @@ def find(path: Path, rank: int, world_size: int) -> Found:
         return Found(path, found, rank)
     if found["differing"]:
         raise Unusable(
-            f"{path} is of {found['world_size']} ranks with different values of {', '.join(found['differing'])}, "
-            f"and this round has {world_size}"
+            f"{path} was made by {found['world_size']} ranks, this round has {world_size}, "
+            f"and these values differ between ranks: {', '.join(found['differing'])}"
         )
     return Found(path, found, 0)
 
