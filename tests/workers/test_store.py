@@ -131,6 +131,36 @@ else:
     asyncio.run(scenario())
 
 
+def test_a_prepared_store_runs_before_its_round_and_is_replaced_if_it_dies_until_then(stage):
+    script = stage.script("")
+
+    async def scenario() -> None:
+        with new_spawner(Script(str(script)), stage.env, StartMethod.ZYGOTE, ("torch.distributed",)) as spawner:
+            stores = [StorePort("127.0.0.1") for _ in range(2)]
+            try:
+                async with asyncio.timeout(DEADLINE):
+                    for store in stores:
+                        store.prepare(spawner, stage.env, spawner.children)
+                        assert store._start is not None
+                        await store._start
+                    kept, lost = (store._pid for store in stores)
+                    assert kept is not None and lost is not None
+                    os.kill(lost, signal.SIGKILL)
+                    await stores[1]._has_ended.wait()
+                    for store in stores:
+                        store.serve(spawner, stage.env, spawner.children)
+                        clients = client(store.port, "a", "b"), client(store.port, "b", "a")
+                        assert await asyncio.gather(*clients) == ["here"] * 2
+                        assert store._socket is None  # only the store's process listens
+                    assert stores[0]._pid == kept
+                    assert stores[1]._pid not in (None, lost)
+            finally:
+                for store in stores:
+                    await store.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_store_without_clients_has_no_process(stage):
     async def scenario() -> None:
         with new_spawner(Executable(("true",)), stage.env, StartMethod.EXEC) as spawner:

@@ -55,7 +55,7 @@ from ripstop.replication.supervisor import Supervisor
 from ripstop.workers.elastic_workers import ElasticWorkers
 from ripstop.workers.environment import ROUND_VARIABLES
 from ripstop.workers.group import Exit, Group
-from ripstop.workers.reports import Reports, WorkerReport
+from ripstop.workers.reports import Reports, RestoreReport, WorkerReport
 from ripstop.workers.saver import Saver
 from ripstop.workers.spawner import ProcessSpec, Spawner, Starter
 from ripstop.workers.state_memory import StateMemory, WorkerIdentity
@@ -392,8 +392,12 @@ class RoundRunner:
     def _on_worker_report(self, pid: int, report: WorkerReport) -> None:
         if (worker := self._worker(pid)) is not None and worker[0].monitor is not None:
             worker[0].monitor.on_report(worker[1], report)
+            if isinstance(report, RestoreReport):
+                return  # no step yet: what follows would delay it
             if self._standbys is not None:
                 self._standbys.on_first_step()
+            if self._elastic.exist():
+                self._stores.prepare(self._spawner)
 
     def _worker(self, pid: int) -> tuple[Round, int] | None:
         """The round, and the local rank of the live worker that this process is or belongs to."""

@@ -35,6 +35,7 @@ class StorePorts:
         self._retry: asyncio.TimerHandle | None = None
         self._store: StorePort | None = None
         self._ending: dict[StorePort, asyncio.TimerHandle] = {}  # stores of rounds that are over
+        self._closing: set[StorePort] = set()  # whose port the running round needs too
 
     def open(self, host: str, port: int, *, is_required: bool) -> None:
         """Listen for the store of a later round; StartError if that fails and the port is required."""
@@ -64,17 +65,23 @@ class StorePorts:
         if (unused := self.take(place)) is not None:
             self._run_task(unused.close())
 
+    def prepare(self, spawner: Starter) -> None:
+        """Start the next round's store now, if this node has the running round's: workers that stay need it at once."""
+        if self._offered is not None and self._store is not None:
+            self._offered.prepare(spawner, self._environ, self._children)
+
     async def replace(self, last: StorePort | None, place: Place, delay: float) -> None:
         """End the last round's store after a delay, or now if the user fixed the port, so that this round needs it too.
 
         A worker that goes on in place may be about to connect to the old store: torch would retry for half an hour.
         """
-        if last is None:
-            return
-        if last.port == place.store.port:
-            await last.close()
-        else:
+        if last is not None and last.port != place.store.port:
             self._ending[last] = asyncio.get_running_loop().call_later(delay, self._end, last)
+        elif last is not None:
+            self._closing.add(last)
+        for store in list(self._closing):  # an earlier round, which this one has replaced, may wait for it too
+            await store.close()
+            self._closing.discard(store)
 
     def _end(self, store: StorePort) -> None:
         del self._ending[store]

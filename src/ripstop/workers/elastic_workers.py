@@ -23,6 +23,9 @@ class ElasticWorkers(Struct):
     on_reformed: Callable[[int, int], None]  # and the round
     _connections: dict[int, socket.socket] = {}  # by pid; msgspec copies the default
 
+    def exist(self) -> bool:
+        return bool(self._connections)
+
     def register(self, pid: int, connection: socket.socket) -> None:
         if (worker := self.find_worker(pid)) is not None:
             self._connections[worker] = connection

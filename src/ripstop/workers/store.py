@@ -2,7 +2,9 @@
 
 The agent binds the port before it announces it, so that no other process can take it in between.  The store itself,
 torch's TCPStore in its own process, starts at the first connection: a job without store clients has no store process.
-Clients that connect before the store runs wait in the listening socket's queue.
+Clients that connect before the store runs wait in the listening socket's queue.  Where it is known that a next round
+will have clients, the store starts before the round (`prepare`).  Until the round begins, the agent keeps the listening
+socket too: if the store dies meanwhile, another one starts at the first connection.
 
 The agent also reserves the next port, for a server inside rank 0: JAX starts one (`ripstop.jax`).  All workers know
 this port without a message.  The reserving socket is bound with SO_REUSEPORT and never listens.  So a server of this
@@ -39,13 +41,24 @@ class StorePort:
         self._start: asyncio.Task[None] | None = None
         self._watched: asyncio.AbstractEventLoop | None = None
         self._pid: int | None = None
+        self._is_serving = False  # the round has begun
         self._closing = False
         self._has_ended = asyncio.Event()
         self._has_ended.set()
 
+    def prepare(self, spawner: Starter, env: Mapping[str, str], children: Children) -> None:
+        """Start the store process before the round."""
+        if self._socket is not None and self._start is None and not self._closing:
+            self._start = asyncio.ensure_future(self._hand_over(spawner, env, children))
+
     def serve(self, spawner: Starter, env: Mapping[str, str], children: Children) -> None:
-        """Start the store process at the first connection."""
-        if self._socket is None or self._watched is not None:
+        """The round begins: start the store process at the first connection, unless it is prepared."""
+        if self._socket is None or self._is_serving:
+            return
+        self._is_serving = True
+        if self._start is not None and (not self._start.done() or self._pid is not None):
+            if self._start.done():
+                self._close_socket()
             return
         self._watched = asyncio.get_running_loop()
         self._watched.add_reader(self._socket.fileno(), self._connected, spawner, env, children)
@@ -65,10 +78,11 @@ class StorePort:
         except StartError as error:
             log.error("store port=%d has no process: %s", self.port, error)
         finally:
-            self._close_socket()  # only the store keeps a copy: when it dies, the kernel refuses clients
+            if self._is_serving:
+                self._close_socket()  # only the store keeps a copy: when it dies, the kernel refuses clients
 
     def _ended(self, end: ProcessExit) -> None:
-        if not self._closing:
+        if self._is_serving and not self._closing:
             how = f"signal {end.signal}" if end.signal else f"exit code {end.exitcode}"
             log.warning("store port=%d pid=%d died: %s; workers that need it will fail", self.port, end.pid, how)
         self._pid = None
