@@ -31,6 +31,7 @@ from ripstop.agent.machine_io import (
     Tick,
     WarmupDone,
     WorkerLeft,
+    WorkerLostPeer,
     WorkerReformed,
     WorkerRegistered,
     WorkersFailed,
@@ -775,6 +776,15 @@ def test_workers_that_registered_go_on_in_the_next_round_unless_they_failed() ->
     assert (agent.state, agent.place, agent.deadline()) == (WorkersState.RUNNING, place(2), 11.0)
     assert on(agent, WorkerReformed(2, 1), 7.0) == []
     assert agent.deadline() is None
+
+
+def test_a_worker_that_has_lost_a_peer_is_reported_while_its_round_runs() -> None:
+    agent = elastic_agent(0, 1)
+    assert on(agent, WorkerLostPeer(1), 5.0) == [SendToCoordinator(messages.PeerLost(1))]
+    agent.on(assign(2), 6.0)
+    assert on(agent, WorkerLostPeer(1), 6.1) == []
+    agent.on(WorkersFailed(2, (failure(2),)), 7.0)
+    assert on(agent, WorkerLostPeer(2), 7.1) == []  # the coordinator knows of the failure
 
 
 def test_workers_of_a_node_without_a_fault_all_go_on() -> None:

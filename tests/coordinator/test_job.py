@@ -67,6 +67,7 @@ from ripstop.protocol.messages import (
     Leaving,
     Left,
     MakeLastCommit,
+    PeerLost,
     Problems,
     Ready,
     Rejected,
@@ -617,6 +618,20 @@ def test_a_node_that_does_not_reconnect_is_lost() -> None:
     on(job, NodeDisconnected("b"), 4.9)
     assert job.deadline() == 4.9 + RECONNECT_TIMEOUT_S
     assert assigned(on(job, Tick(), 4.9 + RECONNECT_TIMEOUT_S)) == {"a": 0}
+
+
+def test_a_disconnected_node_is_lost_at_once_when_a_worker_that_stays_has_lost_a_peer() -> None:
+    job = running("a", "b", restarts=0)
+    on(job, NodeDisconnected("b"), 5.0)
+    assert receive(job, "a", PeerLost(7), 5.1) == []  # of another round
+    assert assigned(receive(job, "a", PeerLost(1), 5.1)) == {"a": 0}
+    assert job.restarts.used == 0
+
+
+def test_a_node_is_lost_at_once_if_its_connection_closes_after_its_peers_have_lost_it() -> None:
+    job = running("a", "b", restarts=0)
+    assert receive(job, "a", PeerLost(1), 5.0) == []  # a worker may have died: its node reports that
+    assert assigned(on(job, NodeDisconnected("b"), 5.1)) == {"a": 0}
 
 
 def test_a_disconnected_node_is_lost_at_once_when_a_peer_fails() -> None:

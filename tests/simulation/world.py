@@ -672,7 +672,7 @@ class World:
         return Failure(group.place.first_rank, 0, group.place.round, node.id, self.now, hang=hang)
 
     def _fail_peers(self, node: SimNode) -> None:
-        """Some peers of its collectives fail."""
+        """Some peers of its collectives fail; workers that can go on in place report it and wait."""
         group = node.group
         if group is None or group.state != "running":
             return
@@ -681,6 +681,12 @@ class World:
             together = there is not None and there.state == "running" and there.place.store == group.place.store
             if peer is not node and together and self.random.random() < 0.5:
                 self.soon(0.0, 0.4, self._workers_fail, peer, there, "victim")
+            elif peer is not node and together and there is not None and there.registered:
+                self.soon(0.0, 0.4, self._lose_peer, peer, there)
+
+    def _lose_peer(self, node: SimNode, group: Group) -> None:
+        if node.alive and node.group is group:
+            self._feed(node, agent_io.WorkerLostPeer(group.place.round))
 
     def _workers_done(self, node: SimNode, group: Group) -> None:
         group.state = "done"

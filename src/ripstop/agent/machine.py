@@ -53,6 +53,7 @@ from ripstop.agent.machine_io import (
     Tick,
     WarmupDone,
     WorkerLeft,
+    WorkerLostPeer,
     WorkerReformed,
     WorkerRegistered,
     WorkersFailed,
@@ -184,6 +185,8 @@ class Agent:
                 return self._on_workers_stopped()
             case WorkerRegistered(round, rank) if self._has_workers_of(round):
                 self._elastic.add(rank)
+            case WorkerLostPeer(round) if self._has_workers_of(round) and self.state is WorkersState.RUNNING:
+                return self._send(messages.PeerLost(round))
             case WorkerReformed(round, rank) if self._has_workers_of(round):
                 self._reforming.discard(rank)
             case WorkerLeft(round, rank, has_exited) if self._has_workers_of(round):

@@ -85,6 +85,12 @@ class WorkerReformed(Struct, frozen=True):
     local_rank: int
 
 
+class WorkerLostPeer(Struct, frozen=True):
+    """A worker that can go on in place has lost the connection to another worker of this round."""
+
+    round: int
+
+
 class WorkerLeft(Struct, frozen=True):
     """A worker cannot go on in place any more.  `has_exited`: with 0, although it was to go on in this round."""
 
@@ -126,7 +132,7 @@ class Tick(Struct, frozen=True):
 AgentInput = (
     CoordinatorConnected | CoordinatorLost | CoordinatorMessage | WarmupDone | HealthChecked | StorePortReady
     | WorkersFailed | WorkersInspected | WorkersSucceeded | WorkersStopped | WorkerRegistered | WorkerReformed
-    | WorkerLeft | FirstCommit | LastCommitDone | PreemptionNoticed | SignalReceived | Tick
+    | WorkerLostPeer | WorkerLeft | FirstCommit | LastCommitDone | PreemptionNoticed | SignalReceived | Tick
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from ripstop.agent.machine_io import (
     LastCommitDone,
     StorePortReady,
     WorkerLeft,
+    WorkerLostPeer,
     WorkerReformed,
     WorkerRegistered,
     WorkersFailed,
@@ -115,6 +116,7 @@ class RoundRunner:
             on_registered=partial(self._on_elastic, WorkerRegistered),
             on_left=partial(self._on_elastic, WorkerLeft),
             on_reformed=self._on_reformed,
+            on_peer_lost=lambda round: report(WorkerLostPeer(round)),
         )
         self._state_memory = StateMemory(self._reports.path, self._identify_worker, self._saver, self._elastic)
         self._state_memory.on_first_commit = lambda round: report(FirstCommit(round))
@@ -164,8 +166,8 @@ class RoundRunner:
             self._round.exits.on_stop(signal.SIGKILL)
             with suppress(StartError):  # reported before
                 await self._round.group.stop(0.0)
-        if self._round is not None and self._round.monitor is not None:
-            self._round.monitor.close()
+        if self._round is not None:
+            self._round.close_monitor()
         await self.replication.close()
         if self._saver is not None:
             await self._saver.close(self._config.timing.shutdown)
@@ -343,10 +345,9 @@ class RoundRunner:
 
     def _on_reformed(self, pid: int, number: int) -> None:
         if (worker := self._worker(pid)) is not None and worker[0].place.round == number:
-            round, rank = worker
-            round.reforming.discard(rank)
-            self._report(WorkerReformed(number, rank))
-            self._record_recovery(round)
+            worker[0].reforming.discard(worker[1])
+            self._report(WorkerReformed(number, worker[1]))
+            self._record_recovery(worker[0])
 
     def _record_start(self, round: Round, pids: tuple[int, ...], why: str, began: float) -> None:
         now, place = self._loop.time(), round.place
@@ -392,11 +393,10 @@ class RoundRunner:
     def _on_worker_report(self, pid: int, report: WorkerReport) -> None:
         if (worker := self._worker(pid)) is not None and worker[0].monitor is not None:
             worker[0].monitor.on_report(worker[1], report)
-            if isinstance(report, RestoreReport):
-                return  # no step yet: what follows would delay it
-            if self._standbys is not None:
+            has_step = not isinstance(report, RestoreReport)  # what follows would delay the first one
+            if has_step and self._standbys is not None:
                 self._standbys.on_first_step()
-            if self._elastic.exist():
+            if has_step and self._elastic.exist():
                 self._stores.prepare(self._spawner)
 
     def _worker(self, pid: int) -> tuple[Round, int] | None:

@@ -132,6 +132,12 @@ class Inspected(ProtocolMessage, frozen=True):
     failures: Items[Failure] = ()
 
 
+class PeerLost(ProtocolMessage, frozen=True):
+    """A worker that goes on in place has lost the connection to a worker of this round, and waits for the next."""
+
+    round: Int64
+
+
 class Succeeded(ProtocolMessage, frozen=True):
     """All workers of this round exited with code 0."""
 
@@ -358,8 +364,8 @@ class Renew(ProtocolMessage, frozen=True):
 
 Handshake = Challenge | Hello | Welcome | Rejected
 FromAgent = (
-    Join | Ready | Problems | Failed | Inspected | Succeeded | Leaving | Stopped | Left | Events | Reply | Replicated
-    | LastCommitMade | Heartbeat | Remember | Follow | Promise | Renewed
+    Join | Ready | Problems | Failed | PeerLost | Inspected | Succeeded | Leaving | Stopped | Left | Events | Reply
+    | Replicated | LastCommitMade | Heartbeat | Remember | Follow | Promise | Renewed
 )  # fmt: skip
 FromCoordinator = (
     Assign | StandBy | Drain | MakeLastCommit | Inspect | Query | Replicate | Closing | Closed | Rejected | Heartbeat

@@ -114,6 +114,7 @@ class _Session:
             return False
         with self._lock:
             if self._next is None and not self._has_left and _is_broken_connection(error):
+                self._send({"peer_lost": self._round})  # so that a node that is lost is found at once
                 self._has_news.wait_for(lambda: self._next is not None or self._has_left, VERDICT_TIMEOUT_S)
             return self._next is not None
 

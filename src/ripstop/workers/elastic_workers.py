@@ -2,6 +2,7 @@
 
 A worker registers when it enters its training function, over the socket of `state_memory.py`, and closes the connection
 when it leaves the function.  The agent sends it a new place; the worker answers when it has come out of the old round.
+A worker whose connection to another one breaks says so, and waits for a new place.
 """
 
 import json
@@ -21,7 +22,9 @@ class ElasticWorkers(Struct):
     on_registered: Callable[[int], None]
     on_left: Callable[[int], None]
     on_reformed: Callable[[int, int], None]  # and the round
+    on_peer_lost: Callable[[int], None]  # the round; called once for each
     _connections: dict[int, socket.socket] = {}  # by pid; msgspec copies the default
+    _newest_loss: int = 0  # the last round in which a worker lost a peer
 
     def exist(self) -> bool:
         return bool(self._connections)
@@ -30,6 +33,11 @@ class ElasticWorkers(Struct):
         if (worker := self.find_worker(pid)) is not None:
             self._connections[worker] = connection
             self.on_registered(worker)
+
+    def lost_peer(self, round: int) -> None:
+        if round > self._newest_loss:
+            self._newest_loss = round
+            self.on_peer_lost(round)
 
     def closed(self, connection: socket.socket) -> None:
         for pid in [pid for pid, found in self._connections.items() if found is connection]:

@@ -173,6 +173,11 @@ class StateMemory:
             case {"reformed": int(round)} if self._elastic is not None:
                 self._elastic.on_reformed(pid, round)
                 return None, []
+            case {"peer_lost": int(round)} if self._elastic is not None and round == worker.round:
+                self._elastic.lost_peer(round)
+                return None, []
+            case {"peer_lost": int()}:  # of an earlier round
+                return None, []
             case {"get": str(name), "of": int(rank)}:
                 found = self._buffers.get((rank, name), {})
                 return {"slots": list(found)}, list(found.values())
