@@ -48,6 +48,7 @@ CAUSES = {
     "node_unfit": "node replaced",
     "scaled": "scaled",
     "operator": "restarted by an operator",
+    "state_lost": "no commit to restore",
     "coordinator": "coordinator changed",
     STARTUP: "start-up",
 }
