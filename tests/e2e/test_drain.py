@@ -3,11 +3,13 @@
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import pytest
 
@@ -165,6 +167,48 @@ def test_a_worker_goes_on_in_place_after_the_last_commit_and_repeats_no_step(job
     ended = job_events(job, "round_ended")[-1]
     assert ended["cause"] == "node_left" and "all ranks have commit" in ended["why"]
     assert job_events(job, "budget_charged") == job_events(job, "worker_failed") == []
+
+
+class MetadataServer(BaseHTTPRequestHandler):
+    """Answers 404 until there is a notice."""
+
+    answers: ClassVar[list[int]] = []
+    has_notice = False
+
+    def do_GET(self) -> None:
+        self.answers.append(200 if self.has_notice else 404)
+        self.send_response(self.answers[-1])
+        self.end_headers()
+        self.wfile.write(b"TRUE")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_nodes_leave_after_a_commit_when_a_file_appears_or_a_url_answers(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = job.folder / "preempted"
+    monkeypatch.setattr(MetadataServer, "answers", [])
+    with HTTPServer(("127.0.0.1", 0), MetadataServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/preempted"
+        (first,) = start(job, 1, FULL, nnodes="1:3")
+        by_file, by_url = (
+            job.node(f"--preemption-notice={source}", nnodes="1:3", script=DRAIN) for source in (file, url)
+        )
+        until_world(job, 3)
+        file.touch()
+        assert by_file.wait() == 128 + signal.SIGTERM
+        until_world(job, 2)
+        assert set(MetadataServer.answers) == {404}
+        monkeypatch.setattr(MetadataServer, "has_notice", True)
+        assert by_url.wait() == 128 + signal.SIGTERM
+        until_world(job, 1)
+        server.shutdown()
+    assert MetadataServer.answers.count(200) == 1
+    assert lost_steps(job) == [0, 0] and job_events(job, "budget_charged") == [], job.describe()
+    first.wait_for_log(f"leaves: preemption notice in {re.escape(url)}; all ranks have commit")
 
 
 def test_nothing_is_charged_if_the_survivors_have_no_commit_to_restore(job: Job) -> None:

@@ -560,11 +560,15 @@ class SlowSaver(Saver):
         self._forget(save)
 
 
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def test_the_last_commit_of_a_round_is_saved_after_the_one_that_is_being_saved(directory: Path) -> None:
     async def scenario() -> list[tuple[int, int]]:
         saver = SlowSaver(directory)
         fd = os.memfd_create("buffer")
-        before = len(list(Path("/proc/self/fd").iterdir()))
+        before = open_files()
         assert saver.request(0, range(1), 1, "state", 0, (1, 5), fd)
         saver.save_last("state", (1, 8), 1, {0: (1, fd)})
         saver.save_last("state", (1, 9), 1, {0: (1, fd)})  # of the next round: the newest is what counts
@@ -572,7 +576,7 @@ def test_the_last_commit_of_a_round_is_saved_after_the_one_that_is_being_saved(d
         saver.may_end.release()
         saver.may_end.release()
         await closing
-        assert len(list(Path("/proc/self/fd").iterdir())) == before
+        assert open_files() == before
         os.close(fd)
         return saver.saved
 
