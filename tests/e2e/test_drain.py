@@ -162,6 +162,7 @@ def test_a_worker_goes_on_in_place_after_the_last_commit_and_repeats_no_step(job
     before = len(lines())
     until_steps("1", sum(line[1] == "1" for line in lines()) + 5)
     assert len(lines()) > before and len({pid for pid, *_ in lines()}) == 1, job.describe()
+    assert "workers kept in place in the last recovery: 1" in " ".join(output_of(job, "status").split())
     steps = [int(rest[-1]) for _, _, *rest in lines() if "restored" not in rest]
     assert steps == [*range(1, len(steps) + 1)]
     ended = job_events(job, "round_ended")[-1]
