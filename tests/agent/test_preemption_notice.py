@@ -1,6 +1,7 @@
 """What counts as a notice that this machine will be taken away."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ripstop.agent import preemption_notice
 from ripstop.agent.preemption_notice import has_notice, wait_for_notice
 
 ANSWERS = {"/true": (200, b"TRUE"), "/false": (200, b"FALSE\n"), "/empty": (200, b""), "/json": (200, b'{"action": 1}')}
@@ -57,3 +59,42 @@ def test_a_file_is_reported_when_it_appears_and_a_server_that_is_down_is_asked_a
         return found
 
     assert asyncio.run(scenario()) == [str(tmp_path / "notice")]
+
+
+def test_a_server_that_never_ends_its_answer_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption_notice, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(preemption_notice, "REQUEST_TIMEOUT_S", 0.5)
+    tries = 0
+
+    def trickle(listener: socket.socket, is_over: threading.Event) -> None:
+        """Each byte comes before the timeout, and there is always another one."""
+        nonlocal tries
+        listener.settimeout(0.1)
+        connections: list[socket.socket] = []
+        while not is_over.wait(0.05):
+            try:
+                connections.append(listener.accept()[0])
+                tries += 1
+            except TimeoutError:
+                pass
+            for connection in connections:
+                connection.send(b"x")
+        for connection in connections:
+            connection.close()
+
+    async def scenario(url: str) -> None:
+        waiting = asyncio.create_task(wait_for_notice(url, pytest.fail))
+        await asyncio.sleep(3)
+        waiting.cancel()
+
+    before = threading.active_count()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        is_over = threading.Event()
+        thread = threading.Thread(target=trickle, args=(listener, is_over))
+        thread.start()
+        try:
+            asyncio.run(scenario(f"http://127.0.0.1:{listener.getsockname()[1]}/"))
+            assert tries == 1 and threading.active_count() <= before + 2
+        finally:
+            is_over.set()
+            thread.join()

@@ -73,6 +73,7 @@ from ripstop.protocol.messages import (
     Rejected,
     Remember,
     StandBy,
+    StateLost,
     Status,
     Stopped,
     Succeeded,
@@ -462,10 +463,31 @@ def test_a_node_that_the_job_needs_does_not_wait_for_a_last_commit() -> None:
     assert held(commands) == {"b": 1} and not any(MakeLastCommit(1) == getattr(c, "message", None) for c in commands)
 
 
+def test_the_last_commit_of_a_job_that_cannot_go_on_is_made_if_it_is_written_to_disk() -> None:
+    job = running("a", "b", low=2)
+    commands = receive(job, "b", Leaving("SIGTERM", is_planned=True, is_saved=True), 3.0)
+    assert commands[-2:] == [Send("a", MakeLastCommit(1)), Send("b", MakeLastCommit(1))]
+    assert held(receive(job, "a", Leaving("SIGTERM", is_planned=True, is_saved=True), 3.1)) == {}
+    made = LastCommitMade(1, (LastCommit("state", 7),))  # nobody is left who needs a copy
+    receive(job, "a", made, 4.0)
+    assert held(receive(job, "b", made, 4.1)) == {"a": 1, "b": 1}
+    assert job.why == "node b leaves: SIGTERM; all ranks have commit 7" and job.restarts.used == 0
+
+
+def test_workers_that_cannot_restore_a_commit_in_place_are_replaced_without_a_charge() -> None:
+    job = running("a", "b")
+    offer_anew(job, "a", 2.0)
+    assert receive(job, "b", StateLost(7, "of another round"), 3.0) == []
+    commands = receive(job, "b", StateLost(1, "rank 1 has no commit"), 3.0)
+    assert held(commands) == {"a": 1, "b": 1} and assigned(commands) == {"a": 0, "b": 1}
+    assert job.restarts.used == 0
+    assert receive(job, "a", StateLost(1, "rank 0 has no commit"), 3.1) == []
+
+
 def test_a_leaving_node_does_not_wait_if_a_node_cannot_make_the_last_commit() -> None:
     job, _ = leave_with_notice()
-    (command,) = receive(job, "c", LastCommitMade(1, why_not="a worker has several States"), 4.0)
-    assert command == Send("b", StandBy(1, "SIGTERM; no common commit: a worker has several States"))
+    (command,) = receive(job, "c", LastCommitMade(1, why_not="no State"), 4.0)
+    assert command == Send("b", StandBy(1, "SIGTERM; no common commit: no State"))
     made = LastCommitMade(1, (LastCommit("state", 7, needs_copies=False),))
     assert [receive(job, name, made, 5.0) for name in "abc"] == [[], [], []]
     assert assigned(receive(job, "b", Left("SIGTERM"), 6.0)) == {"a": 0, "c": 1}

@@ -6,6 +6,7 @@ from ripstop.model import events
 from ripstop.model.events import MAX_TRACEBACK
 from ripstop.report.builder import NoEvents, build_report
 from ripstop.report.facts import MAX_EVIDENCE_CHARS, MAX_ROUNDS
+from ripstop.report.html import render
 from ripstop.report.model import JobResult
 from tests.report.transcripts import BEGAN, Transcript, evidence
 
@@ -288,3 +289,17 @@ def test_another_coordinator_of_the_same_run_continues_the_report(is_found: bool
 def test_no_events_are_an_error() -> None:
     with pytest.raises(NoEvents):
         build_report([])
+
+
+def test_stragglers_have_their_times_and_evidence() -> None:
+    job = Transcript()
+    job.round(2.0, 1)
+    job.add(130.0, events.StragglerDetected(1, "b", (1,), 0.213, 0.064, 120.0, "GPU 3: throttled by heat"))
+    job.add(190.0, events.StragglerEnded(1, "b", (1,), 180.0, "fast again"))
+    job.add(200.0, events.StragglerDetected(1, "a", (0,), 0.2, 0.1, 120.0, "load <b>9</b>"))
+    report = build_report(job.records)
+    ended, open_one = report.stragglers
+    assert (ended.node, ended.ranks, ended.at, ended.ended_at) == ("b", (1,), BEGAN + 130.0, BEGAN + 190.0)
+    assert (open_one.step_time, open_one.median, open_one.ended_at) == (0.2, 0.1, None)
+    page = render(report)
+    assert "GPU 3: throttled by heat" in page and "load &lt;b&gt;9" in page

@@ -186,6 +186,13 @@ def test_buckets_are_cumulative() -> None:
     assert 'ripstop_recovery_seconds_count{phase="stop"} 2.0' in lines
 
 
+def test_the_workers_that_the_last_recovery_kept_in_place_are_summed_over_its_nodes() -> None:
+    totals = Totals()
+    for number, (node, round, kept) in enumerate([("a", 2, 4), ("a", 3, 1), ("b", 3, 2), ("b", 2, 4)]):
+        totals.on(EventRecord(number, 200.0, node, Recovered(round, 0.1, 0.1, 0.1, 0.1, kept)))  # the last one is late
+    assert (totals.recovered_round, totals.kept) == (3, 3)
+
+
 def test_restores_are_counted_by_source_and_those_of_the_latest_round_are_known() -> None:
     totals = counted_totals()
     assert {source: sum(h.counts) for source, h in totals.state_restores.items()} == {"memory": 1, "peer": 1}

@@ -1,5 +1,6 @@
 """Commits on disk: what the saver writes, what plain DCP reads, what `restore` does with damaged or foreign files."""
 
+import asyncio
 import gc
 import json
 import logging
@@ -21,10 +22,11 @@ from hypothesis import strategies as st
 
 from ripstop import commit_memory, train
 from ripstop.commit_memory import ROUNDS_OF_A_JOB, STAMP_OFFSET, CommitId, commit_round
+from ripstop.model.config import Checkpoints
 from ripstop.train import checkpoint_files, intervals, saver
 from ripstop.train import state as state_module
 from ripstop.train.agent_memory import AgentMemory
-from ripstop.workers.saver import Save
+from ripstop.workers.saver import Save, Saver
 from tests.train.conftest import RUN_ID, Agent, SaverInAThread
 from tests.train.test_state import equal, network, step
 
@@ -540,3 +542,42 @@ def test_commits_of_a_job_have_its_round_and_are_newer_than_all_before(job_round
     assert found > newest
     assert CommitId(found, 1).in_job() == CommitId(job_round, 1)
     assert found - ROUNDS_OF_A_JOB <= newest, "the next such round"
+
+
+class SlowSaver(Saver):
+    """Each save ends when the test lets it."""
+
+    def __init__(self, directory: Path) -> None:
+        tasks: set[Any] = set()
+        config = Checkpoints(directory, interval=3600.0)
+        super().__init__(config, RUN_ID, None, {}, None, lambda task: tasks.add(asyncio.ensure_future(task)))  # type: ignore[arg-type]
+        self.saved: list[tuple[int, int]] = []
+        self.may_end = asyncio.Semaphore(0)
+
+    async def _start(self, save: Save) -> None:
+        await self.may_end.acquire()
+        self.saved.append(save.commit)
+        self._forget(save)
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_the_last_commit_of_a_round_is_saved_after_the_one_that_is_being_saved(directory: Path) -> None:
+    async def scenario() -> list[tuple[int, int]]:
+        saver = SlowSaver(directory)
+        fd = os.memfd_create("buffer")
+        before = open_files()
+        assert saver.request(0, range(1), 1, "state", 0, (1, 5), fd)
+        saver.save_last("state", (1, 8), 1, {0: (1, fd)})
+        saver.save_last("state", (1, 9), 1, {0: (1, fd)})  # of the next round: the newest is what counts
+        closing = asyncio.ensure_future(saver.close(60.0))
+        saver.may_end.release()
+        saver.may_end.release()
+        await closing
+        assert open_files() == before
+        os.close(fd)
+        return saver.saved
+
+    assert asyncio.run(scenario()) == [(1, 5), (1, 9)]

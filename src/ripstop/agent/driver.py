@@ -110,6 +110,7 @@ class Driver:
             health_interval=config.health.interval,
             store_port=config.store_port,
             drain_timeout=config.drain_timeout,
+            has_checkpoints=config.checkpoints is not None,
         )
         self._machine = Agent(settings, self._loop.time())
         self._console = console or Console()

@@ -48,6 +48,7 @@ from ripstop.agent.machine_io import (
     SendToCoordinator,
     SignalReceived,
     StartWorkers,
+    StateLost,
     StopWorkers,
     StorePortReady,
     Tick,
@@ -197,6 +198,8 @@ class Agent:
                 self._state_round = round
             case LastCommitDone(round, commits, why_not):
                 return self._send(messages.LastCommitMade(round, commits, why_not))
+            case StateLost(round, why):
+                return self._send(messages.StateLost(round, why))
             case SignalReceived(signum):
                 return self._on_signal(signum, now)
             case PreemptionNoticed(source) if not self.is_leaving():
@@ -377,7 +380,8 @@ class Agent:
         self._newest_round = round
         self._next = None
         self.notice = why
-        return [LogLine(why), *self._stop(why), *self._offer_store_port()]
+        stop = self._stop(why, self._leave_signal or SIGTERM)  # which is logged, with the reason
+        return [*(stop or [LogLine(why)]), *self._offer_store_port()]
 
     # workers ----------------------------------------------------------------------------------------------------------
 
@@ -472,13 +476,12 @@ class Agent:
 
     def _plan_to_leave(self, why: str, now: float) -> list[AgentCommand]:
         """Leave after a last commit, if the workers can make one (rule 5); empty if they cannot."""
-        place, timeout = self.place, self.settings.drain_timeout
-        has_state = place is not None and place.group_size > 1 and self._state_round == place.round
+        timeout, has_state = self.settings.drain_timeout, self._has_workers_of(self._state_round)
         if not (timeout and has_state and self.is_connected and self.state is WorkersState.RUNNING):
             return []
         self._leave_at = now + timeout
         log = LogLine(f"{why}: leaving after a commit of all ranks, in {timeout:g} s at the latest")
-        return [SendToCoordinator(messages.Leaving(why, is_planned=True)), log]
+        return [SendToCoordinator(messages.Leaving(why, is_planned=True, is_saved=self.settings.has_checkpoints)), log]
 
     def _on_closed(self, report: JobReport) -> list[AgentCommand]:
         has_succeeded = report.outcome is Outcome.SUCCEEDED

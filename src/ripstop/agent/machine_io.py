@@ -113,6 +113,13 @@ class LastCommitDone(Struct, frozen=True):
     why_not: str = ""
 
 
+class StateLost(Struct, frozen=True):
+    """A worker that went on in place in this round has no commit to restore: only a new process can begin again."""
+
+    round: int
+    why: str
+
+
 class PreemptionNoticed(Struct, frozen=True):
     """This machine will be taken away, says this file or URL."""
 
@@ -132,7 +139,8 @@ class Tick(Struct, frozen=True):
 AgentInput = (
     CoordinatorConnected | CoordinatorLost | CoordinatorMessage | WarmupDone | HealthChecked | StorePortReady
     | WorkersFailed | WorkersInspected | WorkersSucceeded | WorkersStopped | WorkerRegistered | WorkerReformed
-    | WorkerLostPeer | WorkerLeft | FirstCommit | LastCommitDone | PreemptionNoticed | SignalReceived | Tick
+    | WorkerLostPeer | WorkerLeft | FirstCommit | LastCommitDone | StateLost | PreemptionNoticed | SignalReceived
+    | Tick
 )  # fmt: skip
 
 

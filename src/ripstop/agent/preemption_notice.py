@@ -2,20 +2,17 @@
 
 Clouds offer no notification.  Rules: (1) a file that exists is a notice; (2) an HTTP reply 200 with a text other than
 FALSE is a notice (Google's metadata server replies FALSE before it); (3) anything else is not, and the first error is
-logged; (4) a request is short and bounded, and no other thread of the agent waits for it.
+logged; (4) there is one request at a time, in a thread of its own: one that hangs is not repeated.
 """
 
 import asyncio
 import http.client
-import logging
 import os
 from collections.abc import Callable
 from functools import partial
 from urllib.parse import urlsplit
 
-from ripstop.system.blocking_calls import run_in_daemon_thread
-
-log = logging.getLogger("ripstop.agent")
+from ripstop.system.blocking_calls import ExclusiveCall
 
 INTERVAL_S = 1.0
 REQUEST_TIMEOUT_S = 1.0
@@ -25,17 +22,19 @@ NO_NOTICE = ("", "false", "none")  # texts of answers
 
 async def wait_for_notice(source: str, on_notice: Callable[[str], None]) -> None:
     """Report the notice once."""
-    has_failed = False
+    look = ExclusiveCall(partial(_look, source), initial=False)
     while True:
-        try:
-            if await run_in_daemon_thread(partial(has_notice, source), 2 * REQUEST_TIMEOUT_S):
-                on_notice(source)
-                return
-        except (OSError, RuntimeError, http.client.HTTPException) as error:
-            if not has_failed:
-                log.warning("--preemption-notice=%s cannot be read; retrying (logged once): %r", source, error)
-            has_failed = True
+        if await look.call(2 * REQUEST_TIMEOUT_S):
+            on_notice(source)
+            return
         await asyncio.sleep(INTERVAL_S)
+
+
+def _look(source: str) -> bool:
+    try:
+        return has_notice(source)
+    except (OSError, http.client.HTTPException) as error:
+        raise RuntimeError(f"--preemption-notice={source} cannot be read; retrying: {error!r}") from error
 
 
 def has_notice(source: str) -> bool:

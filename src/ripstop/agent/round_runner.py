@@ -23,6 +23,7 @@ from ripstop.agent.machine_io import (
     AgentInput,
     FirstCommit,
     LastCommitDone,
+    StateLost,
     StorePortReady,
     WorkerLeft,
     WorkerLostPeer,
@@ -59,7 +60,7 @@ from ripstop.workers.group import Exit, Group
 from ripstop.workers.reports import Reports, RestoreReport, WorkerReport
 from ripstop.workers.saver import Saver
 from ripstop.workers.spawner import ProcessSpec, Spawner, Starter
-from ripstop.workers.state_memory import StateMemory, WorkerIdentity
+from ripstop.workers.state_memory import MadeCommit, StateMemory, WorkerIdentity
 from ripstop.workers.store import StorePort
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class RoundRunner:
         self._state_memory = StateMemory(self._reports.path, self._identify_worker, self._saver, self._elastic)
         self._state_memory.on_first_commit = lambda round: report(FirstCommit(round))
         self._state_memory.on_last_commits = self._on_last_commits
+        self._state_memory.on_lost = lambda round, why: report(StateLost(round, why))
         self.replication = Supervisor(config, node, self._state_memory, self._children, send_replicated)
         self._round: Round | None = None  # the one that runs, or ran last
         self._stores = StorePorts(environ, self._children, run_task, self._on_port_open)
@@ -462,8 +464,9 @@ class RoundRunner:
         if why_not := self._state_memory.end_after_commit(number, slots):
             self._report(LastCommitDone(number, why_not=why_not))
 
-    def _on_last_commits(self, round: int, state: str, number: int, is_replicated: bool) -> None:
-        self._report(LastCommitDone(round, (LastCommit(state, number, needs_copies=not is_replicated),)))
+    def _on_last_commits(self, round: int, made: Mapping[str, MadeCommit]) -> None:
+        commits = (LastCommit(name, each.id.number, needs_copies=not each.is_replicated) for name, each in made.items())
+        self._report(LastCommitDone(round, tuple(commits)))
 
     # stop -------------------------------------------------------------------------------------------------------------
 

@@ -1,10 +1,11 @@
 """Nodes that leave a running round on purpose: with notice, or because a spare replaces a slow one.  Pure.
 
 A node that leaves with notice stays until the round has a last commit.  Rules
-1.  The coordinator tells all nodes of the round to make it, if the others can go on without the leaving node.
-    Otherwise, the node leaves at once.
+1.  The coordinator tells all nodes of the round to make it, if the others can go on without the leaving node, or if
+    the nodes write it to disk.  Otherwise, the node leaves at once.
 2.  When all ranks have made it, the parts of all nodes are copied to their partners, unless the state is equal on all
-    ranks.  Then the round ends.  Nothing is charged, and the next round continues from this commit.
+    ranks, or nobody goes on.  Then the round ends.  Nothing is charged, and the next round, or the next job with this
+    directory for checkpoints, continues from this commit.
 3.  If a node cannot make it, the leaving node does not wait.  The leaving node has a deadline of its own.  A round that
     ends meanwhile for another reason ends this, too.
 """
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from ripstop.coordinator.job import Job
 
 
+NOT_USEFUL = "no last commit: too few nodes would go on, and without --checkpoint-dir it cannot be kept"
+
+
 class Departure(Struct):
     """The last commit of a round; `round` 0: none is being made."""
 
@@ -38,16 +42,23 @@ def begin(job: "Job", node: str, leaving: messages.Leaving) -> None:
     why = leaving.why
     if not leaving.is_planned:
         return
-    can_go_on = job.membership.ready_count() >= job.settings.min_nodes and not job.succeeded
+    is_useful = (_can_go_on(job) or leaving.is_saved) and not job.succeeded
     if job.departure.round == job.round > 0:
-        if not can_go_on:  # with one more node that leaves
-            _give_up(job, why)
+        if not is_useful:  # with one more node that leaves
+            _give_up(job, f"{why}; {NOT_USEFUL}")
         return  # all nodes know already
-    if job.phase is not Phase.RUNNING or node not in job.places or not can_go_on:
+    if job.phase is not Phase.RUNNING or node not in job.places:
         job.send(node, messages.StandBy(job.round, why))
+        return
+    if not is_useful:
+        job.send(node, messages.StandBy(job.round, f"{why}; {NOT_USEFUL}"))
         return
     job.departure = Departure(job.round, node, why)
     job.commands += [Send(name, messages.MakeLastCommit(job.round)) for name in job.places]
+
+
+def _can_go_on(job: "Job") -> bool:
+    return job.membership.ready_count() >= job.settings.min_nodes
 
 
 def on_made(job: "Job", node: str, made: messages.LastCommitMade) -> None:
@@ -78,20 +89,33 @@ def end_if_made(job: "Job", now: float) -> bool:
     departure = job.departure
     if departure.round != job.round or not job.places.keys() <= departure.done.keys():
         return False
-    last = {commit.state: commit for commits in departure.done.values() for commit in commits}
-    if all(place.partner for place in job.places.values()):
-        for commit in [commit for commit in last.values() if commit.needs_copies]:
-            complete = job.replication.complete(commit.state)
-            if complete is None or (complete.round, complete.number) < (job.round, commit.number):
-                if not departure.is_copying:
-                    request = job.replication.request(job.round, commit.state, commit.number)
-                    job.commands += [Send(name, request) for name in job.places]
-                departure.is_copying = True
-                return False
-    number = max((commit.number for commit in last.values()), default=0)
+    last = _last_commits(departure)
+    if _can_go_on(job) and all(place.partner for place in job.places.values()):
+        missing = [commit for commit in last if commit.needs_copies and not _has_copies(job, commit)]
+        if missing and not departure.is_copying:
+            departure.is_copying = True
+            requests = [job.replication.request(job.round, commit.state, commit.number) for commit in missing]
+            job.commands += [Send(name, request) for request in requests for name in job.places]
+        if missing:
+            return False
+    number = max((commit.number for commit in last), default=0)
     why = f"node {departure.node} leaves: {departure.why}; all ranks have commit {number}"
     job.end_round(RoundEndCause.NODE_LEFT, why, now)
     return True
+
+
+def _last_commits(departure: Departure) -> list[messages.LastCommit]:
+    """One for each State; it needs copies if any node says so."""
+    last: dict[str, messages.LastCommit] = {}
+    for commit in (commit for commits in departure.done.values() for commit in commits):
+        if commit.state not in last or commit.needs_copies:
+            last[commit.state] = commit
+    return list(last.values())
+
+
+def _has_copies(job: "Job", commit: messages.LastCommit) -> bool:
+    complete = job.replication.complete(commit.state)
+    return complete is not None and (complete.round, complete.number) >= (job.round, commit.number)
 
 
 def replace_straggler(job: "Job", slow: StragglerFound, now: float) -> None:

@@ -221,7 +221,8 @@ class Coordinator:
         goodput, commit_age = await self._collector.progress() if self.totals.goodput.has_steps else (None, None)
         status = self.status()
         restored_from = tuple(sorted(self.totals.restored_from.get(status.round, ())))
-        return replace(status, goodput=goodput, commit_age=commit_age, restored_from=restored_from)
+        kept = self.totals.kept if self.totals.recovered_round else None
+        return replace(status, goodput=goodput, commit_age=commit_age, restored_from=restored_from, kept=kept)
 
     async def usage(self) -> Usage:
         """What the workers and the GPUs do and use now."""

@@ -204,6 +204,10 @@ class Job:
                 departure.begin(self, node, message)
             case messages.LastCommitMade():
                 departure.on_made(self, node, message)
+            case messages.StateLost(round, why) if round == self.round and node in self.places:
+                if self.phase is Phase.RUNNING:
+                    self.end_round(RoundEndCause.STATE_LOST, why, now)
+                    self.stand_by(why)  # all workers of the next round are new processes
             case messages.Stopped(failures):
                 self.failure_policy.add_failures(failures, self.round)
                 self.awaiting_stop.discard(node)

@@ -86,7 +86,8 @@ class JobStatus(Struct, frozen=True):
     `restarts` counts all restarts after failures and hangs; `charged` counts the failures in the budget's window, of
     which `max_restarts` are allowed.  `goodput` is the fraction of the job's time spent in steps that were kept; None
     if no worker has reported a step, or no agent was queried.  `commit_age` is the time since the last commit of
-    `train.State`, `restored_from` where this round's ranks found theirs: "memory", "peer" or "disk".
+    `train.State`, `restored_from` where this round's ranks found theirs: "memory", "peer" or "disk".  `kept` is the
+    number of workers that went on in place in the last recovery; None if there was none.
     """
 
     run_id: str
@@ -108,3 +109,4 @@ class JobStatus(Struct, frozen=True):
     commit_age: float | None = None
     restored_from: tuple[str, ...] = ()
     stragglers: tuple[StragglerStatus, ...] = ()
+    kept: int | None = None

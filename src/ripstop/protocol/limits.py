@@ -24,6 +24,7 @@ from ripstop.protocol.messages import (
     Leaving,
     Left,
     Problems,
+    StateLost,
     Stopped,
 )
 
@@ -55,7 +56,7 @@ def bounded(message: FromAgent) -> FromAgent:
             return _truncated(message)
         case LastCommitMade(why_not=why):
             return replace(message, why_not=truncate(why, MAX_PHRASE))
-        case Leaving(why) | Left(why):
+        case Leaving(why) | Left(why) | StateLost(why=why):
             return replace(message, why=truncate(why, MAX_PHRASE))
         case _:
             return message

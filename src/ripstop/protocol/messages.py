@@ -148,10 +148,12 @@ class Leaving(ProtocolMessage, frozen=True):
     """The agent was asked to stop and is stopping its workers.  It takes part in no further round.
 
     `is_planned`: its workers go on until the round has a last commit (`MakeLastCommit`), or a deadline has passed.
+    `is_saved`: the nodes write that commit to disk, so that it is of use even if no node goes on.
     """
 
     why: str
     is_planned: bool = False
+    is_saved: bool = False
 
 
 class LastCommit(Struct, frozen=True, forbid_unknown_fields=True):
@@ -168,6 +170,13 @@ class LastCommitMade(ProtocolMessage, frozen=True):
     round: Int64
     commits: Items[LastCommit] = ()
     why_not: str = ""
+
+
+class StateLost(ProtocolMessage, frozen=True):
+    """Workers of this round went on in place, and no commit can be restored: the next round needs new processes."""
+
+    round: Int64
+    why: str
 
 
 class Stopped(ProtocolMessage, frozen=True):
@@ -365,7 +374,7 @@ class Renew(ProtocolMessage, frozen=True):
 Handshake = Challenge | Hello | Welcome | Rejected
 FromAgent = (
     Join | Ready | Problems | Failed | PeerLost | Inspected | Succeeded | Leaving | Stopped | Left | Events | Reply
-    | Replicated | LastCommitMade | Heartbeat | Remember | Follow | Promise | Renewed
+    | Replicated | LastCommitMade | StateLost | Heartbeat | Remember | Follow | Promise | Renewed
 )  # fmt: skip
 FromCoordinator = (
     Assign | StandBy | Drain | MakeLastCommit | Inspect | Query | Replicate | Closing | Closed | Rejected | Heartbeat

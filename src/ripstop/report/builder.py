@@ -93,6 +93,7 @@ def _report(facts: Facts, notes: tuple[str, ...]) -> Report:
         notes=(*notes, *_notes(facts)),
         omitted=_omitted(facts),
         events=facts.count,
+        stragglers=tuple(facts.stragglers),
     )
 
 
@@ -140,6 +141,7 @@ def _omitted(facts: Facts) -> dict[str, int]:
         "rounds": (facts.round_count, len(facts.rounds)),
         "nodes": (facts.node_count, len(facts.nodes)),
         "actions": (facts.action_count, len(facts.actions)),
+        "stragglers": (facts.straggler_count, len(facts.stragglers)),
     }
     return {name: count - held for name, (count, held) in kept.items() if count > held}
 

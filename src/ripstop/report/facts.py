@@ -20,7 +20,7 @@ from ripstop.model.events import MAX_TEXT, EventRecord, RoundEndCause
 from ripstop.model.failure import Failure, Hang
 from ripstop.model.text_formatting import truncate
 from ripstop.protocol.limits import bounded_record
-from ripstop.report.model import Action, Loss, NodeReport, Phases
+from ripstop.report.model import Action, Loss, NodeReport, Phases, StragglerReport
 from ripstop.telemetry.goodput import MAX_OPEN_ROUNDS, Goodput, RoundSteps
 
 MAX_ROUNDS = MAX_OPEN_ROUNDS  # of which at least the latest half is kept
@@ -29,6 +29,8 @@ MAX_EVIDENCE_CHARS = 4 << 20  # of all tracebacks and log lines; those of the ol
 MAX_NODES = 10_000
 MAX_ACTIONS = 1000
 MAX_SETTINGS = 256
+MAX_STRAGGLERS = 1000
+MAX_STRAGGLER_RANKS = 64  # of one node
 MAX_RECENT = 10_000
 PLANNED = frozenset({RoundEndCause.NODE_JOINED, RoundEndCause.SCALED, RoundEndCause.OPERATOR})
 
@@ -128,6 +130,8 @@ class Facts:
         self.node_failures: Counter[str] = Counter()
         self.actions: deque[Action] = deque(maxlen=MAX_ACTIONS)
         self.action_count = 0
+        self.stragglers: deque[StragglerReport] = deque(maxlen=MAX_STRAGGLERS)
+        self.straggler_count = 0
         self.checkpoints = 0
         self.checkpoint: tuple[int, float] | None = None
         self.programs: Counter[str] = Counter()
@@ -149,6 +153,8 @@ class Facts:
                 (events.RoundEnded, self._on_ended),
                 (events.BudgetCharged, self._on_charged),
                 (events.HangDiagnosed, self._on_diagnosed),
+                (events.StragglerDetected, self._on_straggler),
+                (events.StragglerEnded, self._on_straggler_ended),
                 (events.ScaleRequested, self._on_scale),
                 (events.OperatorAction, self._on_operator),
                 (events.FaultInjected, self._on_fault_injected),
@@ -345,6 +351,19 @@ class Facts:
     def _on_diagnosed(self, record: EventRecord, event: events.HangDiagnosed) -> None:
         if round := self._round(event.round, record.at):
             round.hang = replace(event, suspects=event.suspects[:MAX_FAILURES], why=_short(event.why))
+
+    def _on_straggler(self, record: EventRecord, event: events.StragglerDetected) -> None:
+        self.straggler_count += 1
+        ranks, times = event.ranks[:MAX_STRAGGLER_RANKS], (event.step_time, event.median)
+        self.stragglers.append(
+            StragglerReport(event.round, _short(event.name), ranks, record.at, *times, _short(event.why))
+        )
+
+    def _on_straggler_ended(self, record: EventRecord, event: events.StragglerEnded) -> None:
+        ended = event.round, _short(event.name), event.ranks[:MAX_STRAGGLER_RANKS]
+        for number, found in enumerate(self.stragglers):
+            if (found.round, found.node, found.ranks) == ended and found.ended_at is None:
+                self.stragglers[number] = replace(found, ended_at=record.at)
 
     def _on_started(self, record: EventRecord, event: events.WorkersStarted) -> None:
         if round := self._round(event.round, record.at - event.seconds):

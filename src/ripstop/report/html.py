@@ -21,6 +21,7 @@ from ripstop.report.model import (
     Report,
     RoundReport,
     Setting,
+    StragglerReport,
     WorkerReport,
 )
 from ripstop.report.safe_text import safe
@@ -48,6 +49,7 @@ CAUSES = {
     "node_unfit": "node replaced",
     "scaled": "scaled",
     "operator": "restarted by an operator",
+    "state_lost": "no commit to restore",
     "coordinator": "coordinator changed",
     STARTUP: "start-up",
 }
@@ -84,6 +86,7 @@ def _page(report: Report) -> Iterator[str]:
     yield from _time(report)
     yield from _rounds(report)
     yield from _nodes(report)
+    yield from _stragglers(report)
     yield from _actions(report)
     yield from _configuration(report)
     yield "</main>"
@@ -332,6 +335,24 @@ def _node(node: NodeReport) -> list[str]:
     state = "✓ in the job" if node.gone_at is None else f"✕ {node.why_gone}" if node.is_lost else node.why_gone
     numbers = (node.slots, node.rounds, node.worker_failures, node.root_causes)
     return [node.name, node.host, *map(str, numbers), health, state]
+
+
+def _stragglers(report: Report) -> Iterator[str]:
+    if not report.stragglers:
+        return
+    yield f"<section><h2>Stragglers <small>{count(len(report.stragglers), 'straggler')}</small></h2>"
+    shown = report.stragglers[-MAX_ROWS:]
+    head = ("found", "until", "round", "node", "ranks", "step", "without it", "evidence")
+    yield _table(head, map(_straggler, shown), numeric={2, 5, 6}, wide={7}, fixed={0, 1})
+    yield _left_out(report.omitted.get("stragglers", 0) + len(report.stragglers) - len(shown), "earlier stragglers")
+    yield "</section>"
+
+
+def _straggler(found: StragglerReport) -> list[str]:
+    until = "" if found.ended_at is None else moment(found.ended_at, clock_only=True)
+    times = moment(found.at, clock_only=True), until
+    steps = duration(found.step_time), duration(found.median)
+    return [*times, str(found.round), found.node, ", ".join(map(str, found.ranks)), *steps, found.why]
 
 
 def _actions(report: Report) -> Iterator[str]:

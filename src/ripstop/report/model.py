@@ -182,6 +182,22 @@ class NodeReport(Struct, frozen=True):
     kernel: str = ""
 
 
+class StragglerReport(Struct, frozen=True):
+    """Ranks of one node that the others waited for.  `ended_at` is None if the events have no end of it.
+
+    A step took `step_time`; it would have taken `median` if these ranks had been like the median one.
+    """
+
+    round: int
+    node: str
+    ranks: tuple[int, ...]
+    at: float
+    step_time: float
+    median: float
+    why: str
+    ended_at: float | None = None
+
+
 class Action(Struct, frozen=True):
     """An operator's command, or another event that changes the job."""
 
@@ -214,3 +230,4 @@ class Report(Struct, frozen=True):
     omitted: dict[str, int]
     events: int
     format: int = FORMAT
+    stragglers: tuple[StragglerReport, ...] = ()

@@ -46,6 +46,8 @@ class Totals(Struct):
     nodes_rejected: int = 0
     recovery: dict[str, Histogram] = field(default_factory=lambda: {stage: Histogram() for stage in STAGES})
     inplace: int = 0
+    recovered_round: int = 0  # the latest round that was a recovery; 0: none
+    kept: int = 0  # the workers that went on in place in it
     checkpoints: int = 0
     checkpoint: tuple[int, float] | None = None  # the latest: step and time
     state_restores: dict[str, Histogram] = field(default_factory=dict)  # by source
@@ -86,6 +88,10 @@ class Totals(Struct):
                 self.worker_failures += 1
             case events.Recovered(round, detect, decide, stop, start, kept):
                 self.inplace += kept > 0
+                if round > self.recovered_round:
+                    self.recovered_round, self.kept = round, 0
+                if round == self.recovered_round:  # records may arrive late
+                    self.kept += kept
                 self._recovered[record.node] = round
                 if len(self._recovered) > MAX_NODES:  # records may contain names of nodes that never joined
                     del self._recovered[next(iter(self._recovered))]

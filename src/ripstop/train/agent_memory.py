@@ -110,13 +110,27 @@ class AgentMemory:
         self.held(name)
         return self._is_ending
 
-    def wait_for_end(self, name: str, number: int, *, is_replicated: bool) -> None:
-        """This rank has made the round's last commit.  Returns when its worker is being stopped.
+    def last_commit_made(self, name: str, id: CommitId, slot: int, *, is_replicated: bool) -> None:
+        """This rank has made the round's last commit of this State, in the buffer of this slot."""
+        made = {"commit": [id.round, id.number], "slot": slot, "replicated": is_replicated}
+        self._ask({"last": name, **made}, [])
+
+    def wait_for_end(self) -> None:
+        """This rank has made all its last commits.  Returns when its worker is being stopped.
 
         In a worker that goes on in place, it raises when the next round begins.
         """
-        self._ask({"last": name, "number": number, "replicated": is_replicated}, [])
-        self._socket.settimeout(None)
+        self._ask({"waits": None}, [])
+        self._wait(None)
+
+    def wait_for_replacement(self, name: str) -> None:
+        """This worker went on in place, and has no commit of this State: returns when it is being stopped."""
+        self._ask({"lost": name}, [])
+        self._is_ending = True
+        self._wait(REPLY_TIMEOUT_S)
+
+    def _wait(self, timeout: float | None) -> None:
+        self._socket.settimeout(timeout)
         try:
             with interruption.waking(self._shut_down):
                 while self._is_ending:

@@ -5,26 +5,73 @@ the end.  So the next round continues exactly there, and no step is repeated.  R
 1.  Each rank announces in the round's store that it knows.  When all have, rank 0 announces its next call of `commit`
     as the last one.  A collective lies between two calls, so every rank reads the announcement before that call.
 2.  Nothing waits before the last commit: a rank that trains on is never blocked by one that knows.
+3.  If a worker has several States, the one that commits first after a step agrees for all.  The others commit after it,
+    in the same step; then the worker waits.  It also waits if the first one commits again: then the script did not
+    commit the others after this step, and they keep their older commits.
 """
 
+import weakref
+
+from ripstop.commit_memory import IS_REPLICATED, Header
+from ripstop.train.agent_memory import AgentMemory
 from ripstop.train.rank_store import RankStore
 
 TOPIC = "last commit"
 
 
 class LastCommit:
-    """The agreement of one State since its restore."""
+    """The part of one State, since its restore."""
 
-    def __init__(self, store: RankStore, rank: int, world_size: int, restores: int) -> None:
+    def __init__(
+        self, name: str, round: int, store: RankStore, memory: AgentMemory, rank: int, world_size: int, restores: int
+    ) -> None:
+        self._name = name
+        self._round = round
         self._store = store
+        self._memory = memory
         self._rank = rank
         self._known = [f"{TOPIC} {restores} is known to {each}" for each in range(world_size)]
         self._topic = f"{TOPIC} {restores}"
+        self._calls = 0
         self._has_announced = False
         self._call: int | None = None  # the last one
+        self._made: dict[str, tuple[Header, int]] = {}  # of the first State: all States' last commits, and their slots
 
-    def is_now(self, call: int) -> bool:
-        """Whether this call of `commit` is the last one.  Asked at each call after the agent's message."""
+    def is_now(self) -> bool:
+        """Whether this call of `commit` is the last one.  Asked once at each call."""
+        self._calls += 1
+        if _states.get(self._name) is not self:
+            _states[self._name] = self
+        first = self._all()[0]
+        if first is not self:
+            return first._is_last_step()
+        return self._memory.is_last_commit_due(self._name) and self._agree(self._calls)
+
+    def made(self, header: Header, slot: int) -> None:
+        """This State has made its last commit.  If all have, it returns when the worker is being stopped.
+
+        In a worker that goes on in place, it then raises when the next round begins.
+        """
+        states = self._all()
+        first = states[0]
+        first._made[self._name] = header, slot
+        if len(first._made) < len(states) and not (self is first and self._calls > (self._call or 0)):
+            return
+        for state in states:
+            if state._name in first._made:
+                header, slot = first._made[state._name]
+                is_replicated = bool(header.flags & IS_REPLICATED)
+                state._memory.last_commit_made(state._name, header.id, slot, is_replicated=is_replicated)
+        first._memory.wait_for_end()
+
+    def _all(self) -> "list[LastCommit]":
+        """Those that have committed in this round, in the order of their first calls."""
+        return [state for state in _states.values() if state._round == self._round]
+
+    def _is_last_step(self) -> bool:
+        return self._call is not None and self._calls >= self._call
+
+    def _agree(self, call: int) -> bool:
         if not self._has_announced:
             self._has_announced = True
             self._store.publish(self._known[self._rank], call)
@@ -36,3 +83,6 @@ class LastCommit:
             self._call = call + 1
             self._store.publish(self._topic, self._call)
         return False
+
+
+_states: "weakref.WeakValueDictionary[str, LastCommit]" = weakref.WeakValueDictionary()  # of this process

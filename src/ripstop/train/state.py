@@ -16,6 +16,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from zlib import crc32
 
@@ -167,7 +168,10 @@ class State:
             self._round = commit_round(self._worker.round, max(restoring.disk.newest_round, self._round))
         topic = f"saves {self._restores}"
         self._saves = Saves(self._name, topic, self._rank, self._memory, self._store, restoring.disk.interval)
-        self._last = LastCommit(self._store, self._rank, self._world_size, self._restores)
+        worker, restores = self._worker, self._restores
+        self._last = LastCommit(
+            self._name, worker.round, self._store, self._memory, self._rank, self._world_size, restores
+        )
         topic = f"compare {self._restores}"
         self._comparison = Comparison(self._store, topic, self._world_size, restoring.is_replicated)
         if found is None:
@@ -185,8 +189,11 @@ class State:
 
     def _keep_beginning(self) -> None:
         """A worker that goes on in place has a state that has changed: the first one must be kept, as commit 0."""
+        assert self._memory is not None
         if interruption.entries > 1:
             interruption.oppose(f"no commit of state {self._name!r} can be restored")
+            with suppress(AgentError):
+                self._memory.wait_for_replacement(self._name)
             raise RuntimeError(
                 f"state {self._name!r} has changed in this process, and no commit can be restored; a new worker starts "
                 "from the beginning"
@@ -271,16 +278,16 @@ class State:
         if self._memory is None or self._last is None:
             return False
         try:
-            return self._memory.is_last_commit_due(self._name) and self._last.is_now(self._calls)
+            return self._last.is_now()
         except (AgentError, RuntimeError):  # the agent or the store is gone: training goes on without a last commit
             return False
 
     def _wait_for_end(self) -> None:
-        assert self._memory is not None and self._newest is not None
+        """After the last commit; if other States have to make theirs, it returns at once."""
+        assert self._last is not None and self._newest is not None
         reports.send_last_step()
         try:
-            is_replicated = bool(self._newest[1].flags & IS_REPLICATED)
-            self._memory.wait_for_end(self._name, self._number, is_replicated=is_replicated)
+            self._last.made(self._newest[1], NO_SLOT if self._is_on_disk else self._slots[-1])
         except AgentError as error:
             log.warning("state %r: the agent does not end the round: %s", self._name, error)
 
@@ -300,7 +307,7 @@ class State:
         self._saves.send()
         if self._newest is not None and not taken.is_sharded:
             buffer, header = self._newest
-            if buffer.header(self._run) == header:
+            if header.id.number and buffer.header(self._run) == header:  # commit 0 is equal on ranks that differ later
                 self._comparison.add(buffer, header)
         on_gpu = any(tensor.is_cuda for tensor in taken.tensors)
         into = self._next_buffer(taken, OVERLAPPED_BUFFERS if on_gpu else BLOCKING_BUFFERS)

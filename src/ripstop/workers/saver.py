@@ -6,6 +6,7 @@ Rules
 2.  One saver at a time for each State.  A commit that is due meanwhile is skipped, with a warning.
 3.  A saver that fails or dies costs this checkpoint only; the next one is tried at the next interval.
 4.  The agent waits for savers when it ends, at most `shutdown` seconds.
+5.  The last commit of a round, before a node leaves, is not skipped: it is saved after the one that is being saved.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,7 @@ class Saver:
         self._children = children
         self._run_task = run_task
         self._saves: dict[str, Save] = {}  # by State
+        self._next: dict[str, Save] = {}  # by State; rule 5
         self._skipped: dict[str, tuple[int, int]] = {}
         self._is_closing = False
 
@@ -107,9 +110,31 @@ class Saver:
         if rank not in save.buffers:
             save.buffers[rank] = slot, os.dup(fd)
         if set(save.buffers) == set(local_ranks):
-            save.is_started, save.began = True, time.monotonic()
-            self._run_task(self._start(save))
+            self._begin(save)
         return True
+
+    def save_last(
+        self, name: str, commit: tuple[int, int], world_size: int, buffers: Mapping[int, tuple[int, int]]
+    ) -> None:
+        """Save the last commit of a round; `buffers` are the slot and the descriptor of each rank of this node."""
+        running = self._saves.get(name)
+        is_known = running is not None and running.is_started and running.commit == commit
+        if is_known or self._is_closing or len(buffers) > MAX_SAVED_BUFFERS:
+            return
+        save = Save(name, commit, world_size, {rank: (slot, os.dup(fd)) for rank, (slot, fd) in buffers.items()})
+        if running is not None and running.is_started:
+            if (older := self._next.pop(name, None)) is not None:
+                older.close()
+            self._next[name] = save
+            return
+        if running is not None:
+            running.close()  # a worker did not ask
+        self._begin(save)
+
+    def _begin(self, save: Save) -> None:
+        self._saves[save.name] = save
+        save.is_started, save.began = True, time.monotonic()
+        self._run_task(self._start(save))
 
     def slots_in_use(self, rank: int, name: str) -> list[int]:
         save = self._saves.get(name)
@@ -163,19 +188,23 @@ class Saver:
         save.has_ended.set()
         if self._saves.get(save.name) is save:
             del self._saves[save.name]
+            if (last := self._next.pop(save.name, None)) is not None:
+                self._begin(last)
 
     async def close(self, shutdown: float) -> None:
         """Let savers finish; then kill them."""
         self._is_closing = True
-        for save in list(self._saves.values()):
-            if not save.is_started:
-                self._forget(save)
-                continue
-            try:
-                async with asyncio.timeout(shutdown):
-                    await save.has_ended.wait()
-            except TimeoutError:
-                if save.pid:
-                    log.warning("state %r: the saver is killed: %.0f s were not enough", save.name, shutdown)
-                    os.kill(save.pid, signal.SIGKILL)
-                    await save.has_ended.wait()
+        for save in [save for save in self._saves.values() if not save.is_started]:
+            self._forget(save)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(shutdown):
+                while self._saves:
+                    await next(iter(self._saves.values())).has_ended.wait()
+        for save in self._next.values():
+            log.warning("state %r: commit %d is not saved: %.0f s were not enough", save.name, save.commit[1], shutdown)
+            save.close()
+        self._next.clear()
+        for save in [save for save in self._saves.values() if save.pid]:
+            log.warning("state %r: the saver is killed: %.0f s were not enough", save.name, shutdown)
+            os.kill(save.pid, signal.SIGKILL)
+            await save.has_ended.wait()

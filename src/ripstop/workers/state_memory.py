@@ -23,9 +23,9 @@ import socket
 import stat
 import struct
 import threading
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,15 @@ class WorkerIdentity:
     key: str = field(default="", repr=False)  # of the round's workers; "": they have none
 
 
+@dataclass(frozen=True, slots=True)
+class MadeCommit:
+    """A worker's last commit of a State in a round, and whether all ranks have it equal."""
+
+    id: CommitId
+    slot: int
+    is_replicated: bool
+
+
 class StateMemory:
     """The buffers, by rank, name and slot, until the agent ends; `identify` finds the worker with this pid."""
 
@@ -85,14 +94,16 @@ class StateMemory:
         self._listeners: dict[socket.socket, str] = {}  # connections that learn of changes in `held`, and the name
         self._drops: dict[str, tuple[int, range]] = {}  # by name: a round with a complete set lets others be freed
         self._ending: set[socket.socket] = set()  # listeners whose workers make the last commit of their round
-        self._last: dict[int, tuple[str, int, bool]] = {}  # by rank: name, number, and whether all ranks have it equal
+        self._last: dict[str, dict[int, MadeCommit]] = {}  # by name and rank: the last commits of the round
+        self._waiting: set[int] = set()  # ranks that have made theirs
         self.on_first_commit: Callable[[int], None] | None = None  # of a worker in this round
-        self.on_last_commits: Callable[[int, str, int, bool], None] | None = None  # of all workers in this round
+        self.on_last_commits: Callable[[int, dict[str, MadeCommit]], None] | None = None  # of all workers in this round
+        self.on_lost: Callable[[int, str], None] | None = None  # a worker of this round cannot go on in place, and why
         self.on_kept: Callable[[int, str, int, int], None] | None = None  # a worker's rank, name, slot, descriptor
 
     def listen(self) -> None:
         """Open the socket; called before every round, because a logout may remove its file."""
-        self._last = {}
+        self._last, self._waiting = {}, set()
         if self._path is None or (self._socket is not None and file_identity(self._path) == self._socket_identity):
             return
         self._stop_listening()
@@ -196,8 +207,22 @@ class StateMemory:
             case {"drop": str(name)}:
                 self._drop(name, worker.local_ranks)
                 return {}, []
-            case {"last": str(name), "number": int(number), "replicated": bool(is_replicated)}:
-                self._on_last_commit(worker, name, number, is_replicated)
+            case {
+                "last": str(name),
+                "commit": [int(round), int(number)],
+                "slot": int(slot),
+                "replicated": bool(same),
+            } if name in self._last or len(self._last) < MAX_NAMES:
+                self._last.setdefault(name, {})[worker.rank] = MadeCommit(CommitId(round, number), slot, same)
+                return {}, []
+            case {"waits": None}:
+                self._on_waiting(worker)
+                return {}, []
+            case {"lost": str(name)}:
+                self._listeners[connection] = name
+                self._ending.add(connection)
+                if self.on_lost is not None:
+                    self.on_lost(worker.round, f"rank {worker.rank} has no commit of state {name!r} to restore")
                 return {}, []
             case {"held": str(name)}:
                 self._listeners[connection] = name
@@ -321,10 +346,9 @@ class StateMemory:
     def end_after_commit(self, round: int, workers: int) -> str:
         """Let the workers make one more commit, after the same step, and wait; why this is not possible, or ""."""
         listeners = [connection for connection in self._listeners if self._rounds.get(connection) == round]  # rule 5
-        if len(listeners) < workers:
-            return f"only {len(listeners)} of {workers} workers of a node have a train.State with a commit"
-        if len({self._listeners[connection] for connection in listeners}) > 1 or len(listeners) > workers:
-            return "a worker has several States"
+        found = len({_peer_pid(connection) for connection in listeners})  # a worker has one or more States
+        if found < workers:
+            return f"only {found} of {workers} workers of a node have a train.State with a commit"
         self._ending = set(listeners)
         self._tell(listeners)
         return ""
@@ -339,10 +363,24 @@ class StateMemory:
         self._ending -= released
         self._tell(released)
 
-    def _on_last_commit(self, worker: WorkerIdentity, name: str, number: int, is_replicated: bool) -> None:
-        self._last[worker.rank] = name, number, is_replicated
-        if self.on_last_commits is not None and len(self._last) == len(worker.local_ranks):
-            self.on_last_commits(worker.round, name, number, all(each[2] for each in self._last.values()))
+    def _on_waiting(self, worker: WorkerIdentity) -> None:
+        self._waiting.add(worker.rank)
+        if len(self._waiting) < len(worker.local_ranks):
+            return
+        for name, made in self._last.items():
+            self._save_last(worker, name, made)
+        if self.on_last_commits is not None:
+            commits = {name: _merged(made.values()) for name, made in self._last.items()}
+            self.on_last_commits(worker.round, commits)
+
+    def _save_last(self, worker: WorkerIdentity, name: str, made: Mapping[int, MadeCommit]) -> None:
+        """Save the last commit to disk: perhaps no node goes on."""
+        ids = {commit.id for commit in made.values()}
+        slots = {rank: (commit.slot, self._buffers.get((rank, name), {})) for rank, commit in made.items()}
+        buffers = {rank: (slot, fds[slot]) for rank, (slot, fds) in slots.items() if slot in fds}
+        if self._saver is not None and len(ids) == 1 and buffers.keys() == set(worker.local_ranks):
+            (id,) = ids
+            self._saver.save_last(name, (id.round, id.number), worker.world_size, buffers)
 
     def forget_sets(self) -> None:
         """No other node takes copies any more: commits need not be kept for a set."""
@@ -384,6 +422,12 @@ class StateMemory:
             for fd in slots.values():
                 os.close(fd)
         self._buffers.clear()
+
+
+def _merged(made: Iterable[MadeCommit]) -> MadeCommit:
+    """The commit of a node; its ranks have the same number."""
+    newest = max(made := list(made), key=lambda commit: commit.id)
+    return replace(newest, is_replicated=all(commit.is_replicated for commit in made))
 
 
 def _peer_pid(connection: socket.socket) -> int:

@@ -2,8 +2,8 @@
 
 Writes "PID WORLD restored STEP" to $STEPS_LOG.RANK at the start, and "PID WORLD STEP" before each commit.
 
-With $OWN, each rank has a state of its own, and checks it after a restore.  $EVERY is the interval of commits, $STEP_S
-the time of a step.
+With $OWN, each rank has a state of its own, and checks it after a restore.  With $EMA, there is a second State, which
+must be of the same step.  $EVERY is the interval of commits, $STEP_S the time of a step.
 """
 
 import os
@@ -21,6 +21,10 @@ if os.environ.get("OWN"):
     values["own"] = torch.zeros(1000)
 state = train.State(step=0, **values)
 state.restore()
+ema = train.State("ema", step=0, **values) if os.environ.get("EMA") else None
+if ema is not None:
+    ema.restore()
+    assert ema.step == state.step, (ema.step, state.step)
 every = int(os.environ["EVERY"]) if "EVERY" in os.environ else None
 log = open(f"{os.environ['STEPS_LOG']}.{rank}", "a", buffering=1)
 log.write(f"{os.getpid()} {world} restored {state.step}\n")
@@ -35,4 +39,7 @@ while True:
     if os.environ.get("OWN"):
         state.own += rank + 1
     log.write(f"{os.getpid()} {world} {state.step}\n")
+    if ema is not None:  # commits before the other
+        ema.step += 1
+        ema.commit(every)
     state.commit(every)

@@ -1,6 +1,7 @@
 """Counts steps in place with `train.elastic`, a collective in each.
 
-Writes "PID WORLD restored STEP" to $STEPS_LOG.RANK at each entry, and "PID WORLD STEP" before each commit.
+Writes "PID WORLD restored STEP" to $STEPS_LOG.RANK at each entry, and "PID WORLD STEP" before each commit.  With $OWN,
+each rank has a state of its own.
 """
 
 import os
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from ripstop import train
 
-state = train.State(step=0, weights=torch.zeros(1000))
+state = train.State(step=0, weights=torch.zeros(1000), own=torch.zeros(1000))
 
 
 @train.elastic
@@ -27,6 +28,7 @@ def main() -> None:
             dist.all_reduce(torch.ones(1))
             state.step += 1
             state.weights += 1
+            state.own += rank if os.environ.get("OWN") else 0
             log.write(f"{os.getpid()} {world} {state.step}\n")
             state.commit()
 

@@ -1,9 +1,11 @@
 """Trains with DistributedDataParallel on the CPU for $STEPS steps.
 
-A step of each rank takes 0.05 s, and of rank $SLOW four times as long while the file $WHEN exists.
+A step of each rank takes 0.05 s, and of rank $SLOW four times as long while the file $WHEN exists.  With $JITTER, it
+takes up to this many seconds more, at random.
 """
 
 import os
+import random
 import time
 
 import torch
@@ -21,7 +23,7 @@ loss_sum = torch.zeros(1)
 for step in range(int(os.environ.get("STEPS", "1000000"))):
     train.heartbeat(step)
     is_slow = os.environ.get("SLOW") == str(rank) and os.path.exists(os.environ["WHEN"])
-    time.sleep(0.2 if is_slow else 0.05)
+    time.sleep((0.2 if is_slow else 0.05) + random.random() * float(os.environ.get("JITTER", "0")))
     loss = model(torch.randn(16, 64)).square().mean()
     loss.backward()
     optimizer.step()

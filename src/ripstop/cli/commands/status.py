@@ -89,6 +89,7 @@ def _facts(status: dict[str, Any]) -> tuple[str, ...]:
         *map(_replication, status.get("replication", ())),
         *([] if status["goodput"] is None else [f"goodput {status['goodput']:.0%}"]),
         *([] if status["commit_age"] is None else [f"last commit {_duration(status['commit_age'])} ago"]),
+        *([] if status.get("kept") is None else [f"workers kept in place in the last recovery: {status['kept']}"]),
         *([f"state restored from {' and '.join(status['restored_from'])}"] if status["restored_from"] else []),
     )
 
