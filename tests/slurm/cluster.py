@@ -208,9 +208,13 @@ class BatchJob:
         return found[1] if found else ""
 
     def release(self) -> None:
-        """Start a requeued job now: by itself, Slurm waits two minutes."""
+        """Start a requeued job in two seconds: by itself, Slurm waits two minutes.
+
+        Not at once: Slurm has revoked the job's credential, and kills a job with a new one of the same second.
+        """
         wait_until(lambda: self.state() == "PENDING" or None, why=lambda: self.output)
-        self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+        updated = self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now+2")
+        assert updated.returncode == 0, updated.stderr
 
     def cancel(self) -> None:
         self.cluster.run("scancel", str(self.number))
