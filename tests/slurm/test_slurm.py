@@ -94,6 +94,14 @@ def test_a_job_of_two_to_four_nodes_takes_what_is_free(cluster: Cluster) -> None
 
 
 @pytest.mark.long
+def test_with_ntasks_per_node_in_sbatch_slurm_gives_the_minimum_of_nodes(cluster: Cluster) -> None:
+    """Why rendered scripts have it in the line of srun only."""
+    job = cluster.submit(batch("true", options="--nodes=2-4 --ntasks-per-node=1"))
+    assert job.wait_until_over() == "COMPLETED"
+    assert "NumNodes=2 " in cluster.run("scontrol", "show", "job", str(job.number)).stdout
+
+
+@pytest.mark.long
 def test_with_kill_on_bad_exit_no_node_waits_for_one_that_failed_to_start(cluster: Cluster) -> None:
     line = f'[ "$SLURM_NODEID" != 1 ] || exit 2; exec {RUN} {WORKER}'
     done = cluster.run(*SRUN.split(), "--nodes=2", "--kill-on-bad-exit=1", "bash", "-c", line)
