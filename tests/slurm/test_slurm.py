@@ -60,7 +60,7 @@ def rendered(cluster: Cluster, *flags: str) -> str:
 @pytest.mark.long
 def test_a_rendered_script_runs_a_job_without_a_shared_home(cluster: Cluster) -> None:
     script = rendered(cluster, "--nnodes=2", "--cpus=2", "--memory=100M").replace("worker.py", "worker.py --once")
-    job = cluster.submit(script)
+    job = cluster.submit(script, "--nodelist=n[1-2]")
     assert job.wait_until_over() == "COMPLETED", job.output
     assert started(job.output) == ["n1 rank=0/2", "n2 rank=1/2"]
     assert "secret=['" not in job.output
@@ -76,7 +76,7 @@ def test_steps_of_one_allocation_are_jobs_of_their_own(cluster: Cluster) -> None
 
 @pytest.mark.long
 def test_srun_works_inside_salloc(cluster: Cluster) -> None:
-    done = cluster.run("salloc", "--nodes=2", *SRUN.split(), *RUN.split(), str(WORKER), "--once")
+    done = cluster.run("salloc", "--nodes=2", "--nodelist=n[1-2]", *SRUN.split(), *RUN.split(), str(WORKER), "--once")
     assert done.returncode == 0, done.stderr
     assert started(done.stdout) == ["n1 rank=0/2", "n2 rank=1/2"]
 
@@ -111,16 +111,16 @@ def test_with_kill_on_bad_exit_no_node_waits_for_one_that_failed_to_start(cluste
 
 @pytest.mark.long
 def test_a_job_that_loses_a_node_without_no_kill_is_requeued_on_other_nodes(cluster: Cluster) -> None:
-    cluster.wait_until_idle()
     job = cluster.submit(batch(f"exec {SRUN} {RUN} {WORKER}", options="--nodes=2 --requeue --open-mode=append"))
+    job.wait_for("restarts=0 started", 2)
+    (lost,) = re.findall(r"(\S+) rank=1/2", job.output)
     try:
-        job.wait_for("restarts=0 started", 2)
-        cluster.kill_node("n2")
+        cluster.kill_node(lost)
         job.release()
         job.wait_for(rf"rank=\d/2 run={job.number}\.0 restarts=1 started", 2)
     finally:
         job.cancel()
-        cluster.start_node("n2")
+        cluster.start_node(lost)
     cluster.wait_until_idle()
 
 
