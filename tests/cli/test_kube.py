@@ -100,6 +100,11 @@ def test_flags_of_a_pods_own_processes_are_in_its_command() -> None:
     assert trainer(f"--name=t {line}")["command"] == [*command, "pkg.train", "a", "--tee"]
 
 
+def test_a_script_that_looks_like_a_flag_keeps_its_dashes() -> None:
+    assert trainer("--name=t --image=i -- --flag")["command"] == ["ripstop", "run", "--", "--flag"]
+    assert trainer("--image=i train.py -- -- a")["command"] == ["ripstop", "run", "--", "train.py", "--", "a"]
+
+
 def test_resources_are_those_of_the_flags() -> None:
     found = trainer("--gpus=2 --cpus=8 --memory=64Gi --shared-memory=8Gi --env=A=1,B=x t.py")
     limits = {"nvidia.com/gpu": 2, "cpu": "8", "memory": "64Gi"}

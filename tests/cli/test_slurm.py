@@ -1,11 +1,14 @@
 """`ripstop slurm`: job scripts for sbatch."""
 
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from ripstop.cli import main
+from ripstop.cli.commands.run import FLAGS as RUN_FLAGS
+from ripstop.cli.options.flags import parse
 from ripstop.cli.slurm.job_script import job_script, parse_arguments
 from ripstop.model.errors import UsageError
 
@@ -71,6 +74,24 @@ def test_the_secret_of_a_script_is_made_by_the_shell_and_differs_in_every_run() 
     made = {subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True).stdout for _ in range(2)}
     assert len(made) == 2
     assert all(len(each.strip()) == 64 and int(each, 16) for each in made)
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("-- --flag", "flag"),
+        ("--nnodes=2 -- -x.py a", "x"),
+        ("train.py -- -- a", "train"),
+        ("-- train.py -- a", "train"),
+        ("train.py a -- b", "train"),
+    ],
+)
+def test_ripstop_run_in_the_script_gets_the_same_program(line: str, name: str) -> None:
+    given = parse_arguments(line.split())
+    script = job_script(given)
+    _, _, command = script.replace("\\\n", "").rpartition("ripstop run ")
+    assert parse(RUN_FLAGS, shlex.split(command), {}).program == given.program
+    assert f"#SBATCH --job-name={name}\n" in script
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,18 @@
 """The configuration of a node that Slurm, mpirun or AWS Batch has started."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from ripstop.cli import main
 from ripstop.cli.commands.run import configure
 from ripstop.cli.dry_run import describe
 from ripstop.model.config import STOP_SIGNALS, Backend, RunConfig, UserKey
 from ripstop.model.errors import UsageError
 from ripstop.model.round import Address, RankBy
+from ripstop.starters.user_key import job_secret
 from tests.starters.variables import AWS_BATCH, BATCH_SCRIPT, OPEN_MPI, srun
 
 Read = Callable[..., RunConfig]
@@ -83,6 +86,7 @@ def test_nnodes_is_a_range_around_the_nodes_of_the_step(read: Read, flag: str, n
         ("--nnodes=2:3", "--nnodes=2:3: Slurm has started ripstop on 4 nodes"),
         ("--nnodes=1", "or write --standalone for a job of its own on each node"),
         ("--rdzv-backend=slurm --node-rank=3", "Slurm says that this is node 1; leave it out"),
+        ("--rdzv-conf=is_host=1", "with Slurm, node 0 hosts the coordinator, and this is node 1; leave it out"),
     ],
 )
 def test_flags_that_contradict_slurm_are_an_error(read: Read, flags: str, message: str) -> None:
@@ -127,6 +131,8 @@ def test_a_batch_script_without_srun_runs_one_node_and_says_so(read: Read) -> No
         "write srun --ntasks-per-node=1 ripstop run … for all",
     )
     assert read("--standalone train.py", BATCH_SCRIPT).notes == ()
+    with pytest.raises(UsageError, match=r"--nnodes=2:4: srun did not start this process, .*; write srun --ntasks"):
+        read("--nnodes=2:4 train.py", BATCH_SCRIPT)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +167,42 @@ def test_a_dry_run_neither_reads_nor_creates_the_key(read: Read, tmp_path: Path)
 def test_without_a_home_directory_the_job_has_no_secret(read: Read) -> None:
     with pytest.raises(UsageError, match=r"HOME is not set: .*; set HOME, or RIPSTOP_TOKEN"):
         read("train.py", srun(1, HOME=""))
+    with pytest.raises(UsageError, match="HOME=ann: not an absolute path; correct it, or set RIPSTOP_TOKEN"):
+        read("train.py", srun(1, HOME="ann"))
     assert read("train.py", srun(1, HOME="", **TOKEN)).token == "s"
+
+
+@pytest.mark.parametrize(
+    ("flags", "changed", "words"),
+    [
+        ("", {"SLURM_NNODES": "2"}, "SLURM_NNODES=2: SLURM_STEP_NODELIST=n[1-4] has 4 nodes"),
+        ("", {"SLURM_JOB_ID": ""}, "SLURM_JOB_ID is not set, although SLURM_STEP_ID is"),
+        ("--nnodes=5", {}, "--nnodes=5: Slurm has started ripstop on 4 nodes"),
+        ("", {"SLURM_STEP_NODELIST": "n[1-4"}, "SLURM_STEP_NODELIST=n[1-4: not a node list"),
+        ("", {"SLURM_STEP_TASKS_PER_NODE": "2(x4)"}, "2 tasks on one node; ripstop needs one"),
+        ("", {"SLURM_NODEID": "0"}, "No such file or directory; correct this, or set"),  # the home directory
+        ("", {}, "did not appear within 0.5 s, although the job's first node creates it"),
+    ],
+)
+def test_a_mistake_in_a_step_of_srun_is_one_line_and_exit_code_2(
+    flags: str,
+    changed: dict[str, str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RIPSTOP_TOKEN", raising=False)
+    monkeypatch.setattr("ripstop.launch.job_secret", partial(job_secret, timeout=0.5))
+    for name, value in srun(1, HOME=f"{tmp_path}/not-mounted", **changed).items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", *flags.split(), "train.py"]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[ripstop] ")]  # the log
+    assert len(lines) == 1
+    assert lines[0].startswith("ripstop run: error: ")
+    assert words in lines[0]
 
 
 @pytest.mark.parametrize("slurm", [BATCH_SCRIPT, srun(0, "n[2-4]", 3)])

@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.harness import free_port
+
+ROOT = Path(__file__).parents[2]
 TOOLS = Path(__file__).parent / "tools"
 DEADLINE = 100.0
 
@@ -64,6 +67,17 @@ def test_transformers_trainer_runs_under_ripstop_run() -> None:
     run = [sys.executable, "-m", "ripstop", "run", "--nproc-per-node=2"]
     found = said(*run, str(TOOLS / "transformers_trainer.py"))
     assert found == [[rank, 2, "DistributedDataParallel", 8, True] for rank in range(2)]
+
+
+@pytest.mark.parametrize("size", ["1x2", "2x1"])
+def test_a_torchx_component_starts_ripstop_run(size: str, tmp_path: Path) -> None:
+    need("torchx")
+    torchx = [sys.executable, "-c", "from torchx.cli.main import main; main()", "run", "-s", "local_cwd"]
+    component = f"{ROOT / 'examples/torchx_component.py'}:ripstop"
+    flags = ["-j", size, f"--rdzv_port={free_port()}", "--script", str(TOOLS / "plain_ddp.py")]
+    settings = f"log_dir={tmp_path},prepend_cwd=false"
+    found = said(*torchx, "-cfg", settings, component, *flags, RIPSTOP_TOKEN="a secret")
+    assert found == [[rank, 2, 0.5, True] for rank in range(2)]
 
 
 def test_torchxs_local_scheduler_finds_our_torchrun(tmp_path: Path) -> None:

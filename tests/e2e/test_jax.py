@@ -14,6 +14,13 @@ from tests.e2e.harness import Agent, Job, wait_until
 
 pytestmark = pytest.mark.skipif(find_spec("jax") is None, reason="jax is not installed: make test-jax")
 
+ARGUMENTS_OF_ITS_OWN = """
+import os
+import jax
+host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1
+jax.distributed.initialize(f"{host}:{port}", int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
+print(f"process {jax.process_index()} of {jax.process_count()}\\n", end="", flush=True)
+"""
 EXAMPLE = str(Path(__file__).parents[2] / "examples/jax_data_parallel.py")
 SLURM = {  # what `srun` sets for one task a node: it describes agents, not workers
     "SLURM_JOB_ID": "7",
@@ -87,6 +94,37 @@ def node(job: Job, *words: str) -> Agent:
         f"--node-rank={len(job.agents)}",
         *words,
     )
+
+
+def test_a_script_can_pass_the_arguments_itself(job: Job) -> None:
+    """As docs/jax.md shows it, without an import of ripstop."""
+    script = job.folder / "own.py"
+    script.write_text(ARGUMENTS_OF_ITS_OWN)
+    agent = job.run("--standalone", "--nproc-per-node=2", str(script))
+    assert agent.wait() == 0, agent.err
+    assert sorted(re.findall("process . of .", agent.out)) == ["process 0 of 2", "process 1 of 2"]
+    assert re.search("start=zygote preloaded=.*jax", agent.err), agent.err
+
+
+def test_what_jax_gets_is_in_the_workers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax
+
+    from ripstop.jax import RipstopCluster
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert not RipstopCluster.is_env_present()
+    assert jax.config.jax_enable_preemption_service  # as without the import
+    worker = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    for name, value in {**worker, "MASTER_ADDR": "fd00::7", "MASTER_PORT": "4000"}.items():
+        monkeypatch.setenv(name, value)
+    assert RipstopCluster.is_env_present()
+    assert RipstopCluster.get_coordinator_address() == "[fd00::7]:4001"
+    assert RipstopCluster.get_coordinator_address(override_coordinator_port="9") == "[fd00::7]:9"
+    assert (RipstopCluster.get_process_id(), RipstopCluster.get_process_count()) == (5, 8)
+    assert RipstopCluster.get_local_process_id() == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert RipstopCluster.get_local_process_id() is None
 
 
 def test_the_variables_of_another_starter_do_not_mislead_jax(job: Job) -> None:

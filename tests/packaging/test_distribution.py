@@ -80,6 +80,24 @@ def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+def test_a_checkout_can_be_installed(tmp_path: Path) -> None:
+    install = ["install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", f"--target={tmp_path}", "."]
+    call(sys.executable, "-m", "pip", "--disable-pip-version-check", *install, cwd=ROOT)
+    assert (tmp_path / "ripstop/__init__.py").is_file()
+
+
+def test_pages_name_the_wheel_and_not_a_release_that_does_not_exist(built: Built) -> None:
+    pages = "\n".join(path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md")))
+    assert set(re.findall(r"ripstop-[\w.-]*\.whl", pages)) == {built.wheel.name}
+    assert re.findall(r"(?:pip|pipx|uv tool) install ripstop(?!\[).*", pages) == []
+
+
+def test_an_extra_can_be_added_later_although_no_index_has_ripstop(installed: Path) -> None:
+    """py-spy is there already: it is one of the test packages."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", installed]
+    assert "py-spy" in call(*pip, "install", "--no-index", "ripstop[diagnose]")
+
+
 def test_the_wheel_has_every_file_of_the_package_and_no_other(built: Built) -> None:
     names = set(zipfile.ZipFile(built.wheel).namelist())
     assert {name for name in names if not re.match(r"ripstop-[^/]*\.dist-info/", name)} == package_files()

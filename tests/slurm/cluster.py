@@ -1,7 +1,8 @@
 """A real Slurm cluster on this machine, for tests: munged, slurmctld and one slurmd a node.  Nothing is left of it.
 
-Each node is a PID namespace with a host name of its own, so that a node can be killed with all its processes.  All
-nodes have the address 127.0.0.1.  The cluster preempts jobs: a job in the partition `urgent` requeues others.
+The nodes are n1, n2, n3 and p-07, so that node lists are heterogeneous.  Each node is a PID namespace with a host name
+of its own, so that a node can be killed with all its processes.  All nodes have the address 127.0.0.1.  The cluster
+preempts jobs: a job in the partition `urgent` requeues others.
 """
 
 import os
@@ -23,6 +24,7 @@ needs_slurm = pytest.mark.skipif(
     os.geteuid() != 0 or not all(map(shutil.which, PROGRAMS)),
     reason="needs root and Slurm: apt install slurmctld slurmd slurm-client munge",
 )
+NAMES = ("n1", "n2", "n3", "p-07")
 RIPSTOP = f"{sys.executable} -m ripstop"
 NODE = ("unshare", "--pid", "--fork", "--kill-child", "--mount", "--propagation=slave", "--mount-proc", "--uts")
 WITH_TEST = ("setpriv", "--pdeathsig=KILL")  # a process ends with the test process, even if that is killed
@@ -62,9 +64,9 @@ PartitionName=urgent Nodes={names} MaxTime=INFINITE State=UP PriorityTier=9 Pree
 
 
 class Cluster:
-    """Slurm with `count` nodes n1, n2, …"""
+    """Slurm with the nodes of `NAMES`."""
 
-    def __init__(self, folder: Path, count: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.home = folder / "home"
         self.home.mkdir()
@@ -76,22 +78,20 @@ class Cluster:
             "SLURM_CONF": str(folder / "slurm.conf"),
             "HOME": str(self.home),
         }
-        names = [f"n{number}" for number in range(1, count + 1)]
-        (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"127.0.0.1 {name}\n" for name in names))
+        (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"127.0.0.1 {name}\n" for name in NAMES))
         nodes = [
             f"NodeName={name} NodeHostname={name} NodeAddr=127.0.0.1 Port={free_port()} CPUs=8 RealMemory=1000"
-            for name in names
+            for name in NAMES
         ]
         text = CONFIGURATION.format(
             host=os.uname().nodename.partition(".")[0],
             port=free_port(),
             folder=folder,
             nodes="\n".join(nodes),
-            names=",".join(names),
+            names=",".join(NAMES),
         )
         (folder / "slurm.conf").write_text(text)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.names = names
 
     def start(self) -> None:
         key = self.folder / "munge.key"
@@ -103,9 +103,12 @@ class Cluster:
         self._wait_for("munged", (self.folder / "munge.sock").exists)
         self._start("slurmctld", "slurmctld", "-D", "-f", self.env["SLURM_CONF"])
         self._wait_for("slurmctld", lambda: self.run("scontrol", "ping").returncode == 0)
-        for name in self.names:
+        for name in NAMES:
             self.start_node(name)
-        self._wait_for("slurmctld", lambda: self._idle() == set(self.names))
+        self.wait_until_idle()
+
+    def wait_until_idle(self) -> None:
+        self._wait_for("slurmctld", lambda: self._idle() == set(NAMES))
 
     def start_node(self, name: str) -> None:
         (self.folder / f"spool.{name}").mkdir(exist_ok=True)
@@ -120,7 +123,7 @@ class Cluster:
         process.wait(60)
 
     def stop(self) -> None:
-        for name in [name for name in self.names if name in self.processes]:
+        for name in [name for name in NAMES if name in self.processes]:
             with suppress(OSError, IndexError, ValueError):
                 self.kill_node(name)
         for process in self.processes.values():
@@ -208,9 +211,13 @@ class BatchJob:
         return found[1] if found else ""
 
     def release(self) -> None:
-        """Start a requeued job now: by itself, Slurm waits two minutes."""
+        """Start a requeued job in two seconds: by itself, Slurm waits two minutes.
+
+        Not at once: Slurm has revoked the job's credential, and kills a job with a new one of the same second.
+        """
         wait_until(lambda: self.state() == "PENDING" or None, why=lambda: self.output)
-        self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+        updated = self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now+2")
+        assert updated.returncode == 0, updated.stderr
 
     def cancel(self) -> None:
         self.cluster.run("scancel", str(self.number))
@@ -218,8 +225,8 @@ class BatchJob:
 
 
 @contextmanager
-def running_cluster(folder: Path, count: int) -> Iterator[Cluster]:
-    cluster = Cluster(folder, count)
+def running_cluster(folder: Path) -> Iterator[Cluster]:
+    cluster = Cluster(folder)
     try:
         cluster.start()
         yield cluster

@@ -21,7 +21,7 @@ pytestmark = needs_slurm
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running_cluster(tmp_path_factory.mktemp("slurm"), 4) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
 
 
@@ -30,13 +30,13 @@ def batch(*lines: str, options: str = "") -> str:
 
 
 def started(output: str) -> list[str]:
-    return sorted(re.findall(r"(n\d rank=\d/\d) run=\S+ restarts=\d+ started", output))
+    return sorted(re.findall(r"(\S+ rank=\d/\d) run=\S+ restarts=\d+ started", output))
 
 
 def test_srun_needs_no_flags(cluster: Cluster) -> None:
-    done = cluster.run(*SRUN.split(), "-N3", "--nodelist=n[1,3-4]", *RUN.split(), str(WORKER), "--once")
+    done = cluster.run(*SRUN.split(), "-N3", "--nodelist=n[1,3],p-07", *RUN.split(), str(WORKER), "--once")
     assert done.returncode == 0, done.stderr
-    assert started(done.stdout) == ["n1 rank=0/3", "n3 rank=1/3", "n4 rank=2/3"]
+    assert started(done.stdout) == ["n1 rank=0/3", "n3 rank=1/3", "p-07 rank=2/3"]
     assert len(re.findall(r"run=\d+\.0 restarts=0 started secret=\[\]", done.stdout)) == 3
     key = cluster.home / ".config" / "ripstop" / "key"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
@@ -60,10 +60,68 @@ def rendered(cluster: Cluster, *flags: str) -> str:
 @pytest.mark.long
 def test_a_rendered_script_runs_a_job_without_a_shared_home(cluster: Cluster) -> None:
     script = rendered(cluster, "--nnodes=2", "--cpus=2", "--memory=100M").replace("worker.py", "worker.py --once")
-    job = cluster.submit(script)
+    job = cluster.submit(script, "--nodelist=n[1-2]")
     assert job.wait_until_over() == "COMPLETED", job.output
     assert started(job.output) == ["n1 rank=0/2", "n2 rank=1/2"]
     assert "secret=['" not in job.output
+
+
+@pytest.mark.long
+def test_steps_of_one_allocation_are_jobs_of_their_own(cluster: Cluster) -> None:
+    steps = [f"{SRUN} --nodes=1 --exact {RUN} {WORKER} --once &"] * 2
+    job = cluster.submit(batch(*steps, "wait", options="--nodes=2"))
+    assert job.wait_until_over() == "COMPLETED", job.output
+    assert sorted(re.findall(r"run=\d+\.(\d)", job.output)) == ["0", "1"]
+
+
+@pytest.mark.long
+def test_srun_works_inside_salloc(cluster: Cluster) -> None:
+    done = cluster.run("salloc", "--nodes=2", "--nodelist=n[1-2]", *SRUN.split(), *RUN.split(), str(WORKER), "--once")
+    assert done.returncode == 0, done.stderr
+    assert started(done.stdout) == ["n1 rank=0/2", "n2 rank=1/2"]
+
+
+@pytest.mark.long
+def test_a_job_of_two_to_four_nodes_takes_what_is_free(cluster: Cluster) -> None:
+    other = cluster.submit(batch("sleep 1000"), "--nodelist=n2", "--exclusive")
+    try:
+        wait_until(lambda: other.state() == "RUNNING" or None)
+        job = cluster.submit(batch(f"exec {SRUN} {RUN} {CONF} --nnodes=2:4 {WORKER} --once", options="--nodes=2-4"))
+        assert job.wait_until_over() == "COMPLETED", job.output
+    finally:
+        other.cancel()
+    assert started(job.output) == ["n1 rank=0/3", "n3 rank=1/3", "p-07 rank=2/3"]
+
+
+@pytest.mark.long
+def test_with_ntasks_per_node_in_sbatch_slurm_gives_the_minimum_of_nodes(cluster: Cluster) -> None:
+    """Why rendered scripts have it in the line of srun only."""
+    job = cluster.submit(batch("true", options="--nodes=2-4 --ntasks-per-node=1"))
+    assert job.wait_until_over() == "COMPLETED"
+    assert "NumNodes=2 " in cluster.run("scontrol", "show", "job", str(job.number)).stdout
+
+
+@pytest.mark.long
+def test_with_kill_on_bad_exit_no_node_waits_for_one_that_failed_to_start(cluster: Cluster) -> None:
+    line = f'[ "$SLURM_NODEID" != 1 ] || exit 2; exec {RUN} {WORKER}'
+    done = cluster.run(*SRUN.split(), "--nodes=2", "--kill-on-bad-exit=1", "bash", "-c", line)
+    assert done.returncode != 0
+    assert "started" not in done.stdout
+
+
+@pytest.mark.long
+def test_a_job_that_loses_a_node_without_no_kill_is_requeued_on_other_nodes(cluster: Cluster) -> None:
+    job = cluster.submit(batch(f"exec {SRUN} {RUN} {WORKER}", options="--nodes=2 --requeue --open-mode=append"))
+    job.wait_for("restarts=0 started", 2)
+    (lost,) = re.findall(r"(\S+) rank=1/2", job.output)
+    try:
+        cluster.kill_node(lost)
+        job.release()
+        job.wait_for(rf"rank=\d/2 run={job.number}\.0 restarts=1 started", 2)
+    finally:
+        job.cancel()
+        cluster.start_node(lost)
+    cluster.wait_until_idle()
 
 
 @pytest.mark.long
@@ -75,6 +133,9 @@ def test_with_no_kill_the_job_goes_on_without_a_lost_node(cluster: Cluster) -> N
     )
     try:
         job.wait_for("started", 4)
+        where = f"srun --jobid={job.number} --overlap --nodes=1 --ntasks=1 --nodelist=n1"
+        status = cluster.run(*where.split(), *RIPSTOP.split(), "status", f"--job={job.number}.0")
+        assert "p-07" in status.stdout, status.stderr
         cluster.kill_node("n3")
         job.wait_for(r"rank=\d/3 run=\S+ restarts=0 started", 3)
         job.wait_for("Node failure on n3")
@@ -82,6 +143,7 @@ def test_with_no_kill_the_job_goes_on_without_a_lost_node(cluster: Cluster) -> N
     finally:
         job.cancel()
         cluster.start_node("n3")
+    cluster.wait_until_idle()
     assert len(re.findall("rank=./3 .* saved after SIGTERM", job.output)) == 3
 
 
@@ -90,12 +152,13 @@ def test_with_no_kill_the_job_goes_on_without_a_lost_node(cluster: Cluster) -> N
     ("option", "signal"),
     [
         ("", "SIGTERM"),
-        ("--signal=USR1@30", "SIGUSR1"),
-        ("--signal=B:USR1@30", "SIGUSR1"),
-        ("--signal=TERM@30", "SIGTERM"),
+        ("--signal=USR1@15", "SIGUSR1"),
+        ("--signal=B:USR1@15", "SIGUSR1"),
+        ("--signal=TERM@15", "SIGTERM"),
     ],
 )
 def test_workers_can_save_before_the_time_limit(cluster: Cluster, option: str, signal: str) -> None:
+    """Slurm looks every 30 s, and sends a signal up to 30 s too early: here 15 to 45 s after the start of the job."""
     job = cluster.submit(batch(f"exec {SRUN} {RUN} {WORKER}", options=f"--nodes=2 --time=1 {option}"))
     job.wait_for("started", 2)
     job.wait_for(f"saved after {signal}", 2, timeout=200)
@@ -117,7 +180,7 @@ def test_a_preempted_job_saves_and_goes_on_counting_when_it_is_requeued(cluster:
 
 @pytest.mark.long
 def test_a_rendered_job_with_drain_and_requeue_goes_on_after_its_time_limit(cluster: Cluster) -> None:
-    job = cluster.submit(rendered(cluster, "--nnodes=2", "--cpus=2", "--time=1", "--drain=30", "--requeue"))
+    job = cluster.submit(rendered(cluster, "--nnodes=2", "--cpus=2", "--time=1", "--drain=15", "--requeue"))
     job.wait_for("restarts=0 saved after SIGTERM", 2, timeout=200)
     job.release()
     job.wait_for("restarts=1 started", 2)

@@ -21,8 +21,11 @@ shift
 exec unshare --uts sh -c 'hostname "$0" && exec sh -c "$1"' "$host" "$*"
 """
 SCRIPT = """\
-import os
-line = f"{os.environ['RANK']} {os.environ['WORLD_SIZE']} {os.uname().nodename}\\n"
+import os, signal
+if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+    os.kill(os.getpid(), signal.SIGKILL)
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+line = f"{attempt}: {os.environ['RANK']} {os.environ['WORLD_SIZE']} {os.uname().nodename}\\n"
 os.write(1, line.encode())  # in one piece: the nodes share the output
 """
 
@@ -35,16 +38,17 @@ def mpirun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     unset = ("PET_", "RIPSTOP_", "OMPI_", "PMI", "SLURM_")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
     start = ["mpirun", "--allow-run-as-root", "--mca", "plm_rsh_agent", str(shell), "--oversubscribe"]
-    run = [sys.executable, "-m", "ripstop", "run", "--rdzv-backend=mpi", "--log-dir=logs"]
+    run = [sys.executable, "-m", "ripstop", "run", "--rdzv-backend=mpi", "--max-restarts=1", "--log-dir=logs"]
     command = [*start, *arguments, *run, f"--rdzv-endpoint=127.0.0.1:{free_port()}", "train.py"]
     environ |= {"HOME": str(folder), "TMPDIR": str(folder)}
     return subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_mpirun_starts_a_job_of_two_nodes(tmp_path: Path) -> None:
+def test_mpirun_starts_a_job_of_two_nodes_that_survives_the_death_of_a_worker(tmp_path: Path) -> None:
     done = mpirun(tmp_path, "-H", "node1,node2", "-N", "1")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["0 2 node1", "1 2 node2"]
+    again = [line for line in done.stdout.splitlines() if line.startswith("1: ")]
+    assert sorted(again) == ["1: 0 2 node1", "1: 1 2 node2"]
     assert (tmp_path / ".config" / "ripstop" / "key").exists()
 
 

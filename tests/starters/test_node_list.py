@@ -47,7 +47,8 @@ def test_a_node_list_is_expanded_in_its_order(text: str, nodes: str) -> None:
         (",n1", "not a node list"),
         ("n[1-2],n2", "names n2 twice"),
         ("n[1-999999999]", "more than 100000 nodes"),
-        ("(null)[", "not a node list"),
+        ("(null)", "not a node list"),
+        ("n1;n2", "not a node list"),
     ],
 )
 def test_a_list_that_cannot_be_read_is_an_error_that_quotes_it(text: str, seen: str) -> None:

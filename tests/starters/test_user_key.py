@@ -76,6 +76,13 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         job_secret(UserKey(tmp_path / "file" / "key", CONTEXT, is_creator=True))
 
 
+def test_a_home_directory_that_is_missing_is_an_error_and_is_not_created(tmp_path: Path) -> None:
+    home = tmp_path / "not-mounted"
+    with pytest.raises(UsageError, match=r"cannot be used for the job's secret: No such file or directory; correct"):
+        job_secret(UserKey(home / ".config" / "ripstop" / "key", CONTEXT, is_creator=True))
+    assert not home.exists()
+
+
 @pytest.mark.parametrize(("mode", "seen"), [(0o640, "mode 640"), (0o604, "mode 604"), (0o620, "mode 620")])
 def test_a_key_that_others_may_read_or_change_is_rejected(path: Path, mode: int, seen: str) -> None:
     job_secret(UserKey(path, CONTEXT, is_creator=True))

@@ -11,6 +11,8 @@ def srun(number: int = 0, nodes: str = "n[1-4]", count: int = 4, **more: str) ->
         "SLURM_NODEID": str(number),
         "SLURM_NNODES": str(count),
         "SLURM_STEP_NUM_NODES": str(count),
+        "SLURM_STEP_NUM_TASKS": str(count),
+        "SLURM_LOCALID": "0",
         "SLURM_STEP_NODELIST": nodes,
         "SLURM_STEP_TASKS_PER_NODE": f"1(x{count})" if count > 1 else "1",
         **more,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ripstop.model.config import MAX_NODES
 from ripstop.model.errors import UsageError
 
-ITEM = re.compile(r"(?:[^][,\s]|\[[^][\s]*\])+")  # a name with its brackets; commas separate names only outside these
+ITEM = re.compile(r"(?:[\w.-]|\[[^][\s]*\])+", re.ASCII)  # a name and its brackets; commas outside these separate names
 RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 

@@ -27,10 +27,10 @@ USE_SRUN = "start ripstop with srun, and do not set SLURM_ variables"
 
 
 def is_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun has started this process."""
+    """Whether srun has started this process, also if some of its variables were lost on the way."""
     number = environ.get("SLURM_STEP_ID", "")
     is_special = number.isascii() and number.isdigit() and int(number) >= FIRST_SPECIAL_STEP
-    return bool(environ.get("SLURM_JOB_ID")) and bool(number) and not is_special
+    return bool(number) and not is_special
 
 
 def nodes_without_step(environ: Mapping[str, str]) -> int:
@@ -90,8 +90,11 @@ def _check_tasks(environ: Mapping[str, str], nodes: int) -> None:
             f"{name}={text}: {most} tasks on one node; ripstop needs one and starts the workers itself: "
             f"write srun --ntasks-per-node=1 ripstop run --nproc-per-node={most} …"
         )
+    if _optional(environ, "SLURM_LOCALID", MAX_NODES):
+        problem = f"a second task on this node, although {name}={text}"
+        raise UsageError(f"SLURM_LOCALID={environ['SLURM_LOCALID']}: {problem}; {USE_SRUN}")
     known = {name: sum(repeat for _, repeat in counts)}
-    for other in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"):
+    for other in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_STEP_NUM_TASKS"):
         if (value := _optional(environ, other, MAX_NODES)) is not None:
             known[other] = value
     for other, value in known.items():

@@ -57,7 +57,8 @@ def job_secret(key: UserKey, timeout: float = TIMEOUT_S) -> str:
 def _create_or_read(path: Path) -> str:
     if (text := _read(path)) is not None:
         return text
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for folder in (path.parent.parent, path.parent):  # not the home directory: a missing one is not mounted
+        folder.mkdir(mode=0o700, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

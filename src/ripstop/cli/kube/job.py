@@ -70,6 +70,8 @@ def parse_arguments(argv: Sequence[str], more: Sequence[Flag] = ()) -> ParsedArg
 
 def objects(args: ParsedArguments, token: str) -> list[dict[str, Any]]:
     """The objects to create; `token` is the secret of a job that names no Secret."""
+    if not args.program or not args.program[0]:
+        raise UsageError("no script; write it after the flags: … --image=IMAGE train.py")
     name = _name(args)
     metadata = {"name": name} | ({"namespace": args.text("--namespace")} if "--namespace" in args else {})
     fields = _spec(args)
@@ -87,14 +89,7 @@ def objects(args: ParsedArguments, token: str) -> list[dict[str, Any]]:
 def _name(args: ParsedArguments) -> str:
     if "--name" in args:
         return args.text("--name")
-    script = _program(args)[0]
-    return script.rpartition("/")[2].removesuffix(".py").replace("_", "-").replace(".", "-").lower()
-
-
-def _program(args: ParsedArguments) -> tuple[str, ...]:
-    if not args.program or not args.program[0]:
-        raise UsageError("no script; write it after the flags: … --image=IMAGE train.py")
-    return args.program
+    return args.program[0].rpartition("/")[2].removesuffix(".py").replace("_", "-").replace(".", "-").lower()
 
 
 def _spec(args: ParsedArguments) -> dict[str, Any]:
@@ -172,7 +167,7 @@ def _pod(args: ParsedArguments) -> dict[str, Any]:
     trainer: dict[str, Any] = {
         "name": "trainer",
         "image": args.text("--image"),
-        "command": ["ripstop", "run", *_passed_on(args), *_program(args)],
+        "command": ["ripstop", "run", *_passed_on(args), *args.program_words()],
     }
     if variables := key_values("--env", args.text("--env")):
         trainer["env"] = [{"name": name, "value": value} for name, value in variables.items()]

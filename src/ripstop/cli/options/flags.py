@@ -68,6 +68,11 @@ class ParsedArguments(Struct, frozen=True):
         """The flag and its value for error messages."""
         return f"{self.label(name)}={self.text(name)}"
 
+    def program_words(self) -> tuple[str, ...]:
+        """The program and its arguments for another command line; `--` comes first where rule 2 would lose a word."""
+        is_ambiguous = self.program[0].startswith("-") or self.program[1:2] == ("--",)
+        return ("--", *self.program) if is_ambiguous else self.program
+
     def with_defaults(self, texts: Mapping[str, str], source: str, program: tuple[str, ...]) -> "ParsedArguments":
         """A copy that has these values for absent flags, and this program if there is none."""
         added = {name: text for name, text in texts.items() if name not in self.texts and name not in self.switched_off}

@@ -14,7 +14,7 @@ from ripstop.cli.options.devices import gpus
 from ripstop.cli.options.flags import ParsedArguments
 from ripstop.model.config import STOP_SIGNALS, UserKey
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import integer, key_values, node_range
+from ripstop.model.parsers import boolean, integer, key_values, node_range
 from ripstop.starters.aws_batch import read_aws_batch
 from ripstop.starters.mpi import is_open_mpi, read_mpi
 from ripstop.starters.slurm import is_step, nodes_without_step, read_slurm
@@ -69,6 +69,8 @@ def user_key(start: Start | None, environ: Mapping[str, str]) -> UserKey | None:
         return None
     if not environ.get("HOME"):
         raise UsageError("HOME is not set: the job's secret comes from a file there; set HOME, or RIPSTOP_TOKEN")
+    if not environ["HOME"].startswith("/"):
+        raise UsageError(f"HOME={environ['HOME']}: not an absolute path; correct it, or set RIPSTOP_TOKEN")
     return UserKey(Path(environ["HOME"], KEY_FILE), start.key_context, is_creator=start.node_number == 0)
 
 
@@ -78,11 +80,16 @@ def _is_slurm(args: ParsedArguments, environ: Mapping[str, str], notes: list[str
     outside = nodes_without_step(environ)
     if not outside and not is_step(environ):
         return False
-    job = environ["SLURM_JOB_ID"]
+    job = environ.get("SLURM_JOB_ID", "")
     if is_open_mpi(environ):
         raise UsageError(
             f"SLURM_JOB_ID={job} and OMPI_COMM_WORLD_SIZE={environ['OMPI_COMM_WORLD_SIZE']}: mpirun in a Slurm job; "
             "write srun instead of mpirun, or add --rdzv-backend=mpi --rdzv-endpoint=HOST"
+        )
+    if outside > 1 and "--nnodes" in args and node_range(*args.labelled("--nnodes"))[1] > 1:
+        raise UsageError(
+            f"{args.quoted('--nnodes')}: srun did not start this process, so it has one node of SLURM_JOB_ID={job}; "
+            "write srun --ntasks-per-node=1 ripstop run …"
         )
     if outside > 1:
         notes.append(
@@ -126,6 +133,11 @@ def _nodes(args: ParsedArguments, start: Start, notes: list[str]) -> str:
 def _conf(args: ParsedArguments, start: Start) -> str:
     """--rdzv-conf, and in it what the node's number decides."""
     given = key_values(*args.labelled("--rdzv-conf"))
+    if start.node_number and boolean("--rdzv-conf is_host", given.get("is_host", "0")):
+        raise UsageError(
+            f"--rdzv-conf is_host={given['is_host']}: with {start.starter}, node 0 hosts the coordinator, and this is "
+            f"node {start.node_number}; leave it out"
+        )
     ours = {"is_host": str(int(start.node_number == 0)), "rank_by": "slot"}
     text = args.text("--rdzv-conf")
     return ",".join(filter(None, (text, *(f"{key}={value}" for key, value in ours.items() if key not in given))))

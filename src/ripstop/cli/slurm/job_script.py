@@ -116,14 +116,14 @@ def _command(args: ParsedArguments, *, is_elastic: bool) -> list[str]:
         srun += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]  # a cluster may have other defaults
     flags = [flag for flag in RUN_FLAGS if flag.name in args]
     texts = [f"{flag.name}={args.text(flag.name)}" if flag.metavar else flag.name for flag in flags]
-    return [" ".join(srun), " ".join(["ripstop run", *map(quote, texts)]), join(args.program)]
+    return [" ".join(srun), " ".join(["ripstop run", *map(quote, texts)]), join(args.program_words())]
 
 
 def _name(args: ParsedArguments) -> str:
     if "--name" in args:
         return identifier("--name", args.text("--name"))
     name = args.program[0].rpartition("/")[2].removesuffix(".py")
-    return re.sub(r"[^A-Za-z0-9_.-]", "-", name).lstrip(".") or "ripstop"
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", name).lstrip("-.") or "ripstop"
 
 
 def _number(args: ParsedArguments, flag: str, most: int) -> int:
