@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from ripstop.system.cgroup_memory import memory_cgroup_path
-from tests.e2e.harness import SCRIPTS, Agent, Job, wait_until
+from tests.e2e.harness import SCRIPTS, TIMEOUT_S, Agent, Job, wait_until
 from tests.hosts.network import PORT, Host, hosts, needs_hosts, needs_loss
 
 pytestmark = [needs_hosts, pytest.mark.long, pytest.mark.timeout(240)]
@@ -87,6 +87,11 @@ class Bed:
             self.agents.append(agent)
             (self.coordinator or self.agents[0]).wait_for_log(rf"joined from ({host.address}|host{host.number}) ")
 
+    def heal(self) -> None:
+        """Undo what was injected."""
+        while self.undo:
+            self.undo.pop()()
+
     @property
     def world(self) -> int:
         return 3 if self.machines else 2
@@ -134,7 +139,7 @@ def bed(nodes: int, folder: Path) -> Iterator[Bed]:
         made = Bed(job, machines)
         stack.callback(lambda: [clean_up() for clean_up in made.clean_up])
         stack.enter_context(job)
-        stack.callback(lambda: [undo() for undo in made.undo])
+        stack.callback(made.heal)
         yield made
 
 
@@ -145,7 +150,8 @@ def bed(nodes: int, folder: Path) -> Iterator[Bed]:
 class Fault:
     """`prepare` starts the job, `inject` does it; the outcome is expected on one node and on three (None: no row).
 
-    "restart": a new round trains.  "goes on": the round trains on.  "ends": the job ends.
+    "restart": a new round trains.  "goes on": the round trains on.  "ends": the agent is gone.  "fails": the job ends
+    with an error.
     """
 
     name: str
@@ -162,6 +168,19 @@ def signalled(signum: int) -> Callable[[Bed], object]:
 
 def with_hang_detection(bed: Bed) -> None:
     bed.start("--hang-timeout=5")
+
+
+def freeze_worker(bed: Bed) -> None:
+    """In a frozen cgroup (version 1), a process is in D state, and SIGKILL does not end it."""
+    parent = Path("/sys/fs/cgroup/freezer")
+    if not os.access(parent, os.W_OK) or not (parent / "cgroup.procs").exists():
+        pytest.skip("needs the right to make a freezer cgroup (version 1)")
+    group = parent / f"ripstop_matrix_{os.getpid()}"
+    group.mkdir()
+    bed.clean_up.append(lambda: wait_until(lambda: _removed(group), 20))
+    bed.undo.append(lambda: (group / "freezer.state").write_text("THAWED"))
+    (group / "cgroup.procs").write_text(str(bed.worker()))
+    (group / "freezer.state").write_text("FROZEN")
 
 
 def stop_agent(bed: Bed) -> None:
@@ -283,6 +302,12 @@ FAULTS = (
     Fault("worker: exception", lambda bed: bed.order("raise")),
     Fault("worker: exit code 7", lambda bed: bed.order("exit")),
     Fault("worker: SIGSTOP, with `--hang-timeout=5`", signalled(signal.SIGSTOP), prepare=with_hang_detection),
+    Fault(
+        "worker: uninterruptible sleep (D state), with `--hang-timeout=20`",
+        freeze_worker,
+        one="fails",
+        prepare=lambda bed: bed.start("--hang-timeout=20"),
+    ),
     Fault("worker: out of memory in its cgroup", lambda bed: bed.order("allocate"), prepare=in_small_cgroup),
     Fault("worker: no file descriptors", take_descriptors),
     Fault("agent: SIGKILL", lambda bed: bed.agent.signal(signal.SIGKILL), one="ends"),
@@ -325,10 +350,16 @@ def test_a_fault_is_detected_and_healed(fault: Fault, nodes: int, tmp_path: Path
         at = time.time()
         fault.inject(job)
         row = {"fault": fault.name, "nodes": nodes, "outcome": expected}
-        if expected == "ends":
-            job.agent.wait()
+        if expected in ("ends", "fails"):
+            job.agent.process.wait(TIMEOUT_S)
+            row |= {"detected": "", "seconds": time.time() - at, "lost_steps": None}
+            job.heal()  # a worker that cannot end has the agent's stderr
+            code = job.agent.wait()
+            if expected == "fails":
+                assert code == 1
+                row |= {"detected": re.sub(r"pid=\d+", "pid=PID", re.findall(r"error: (.*)", job.agent.err)[-1])}
             wait_until(lambda: None if job.job.leftovers() else True, why=job.job.describe)
-            write_row(row | {"detected": "", "seconds": None, "lost_steps": None})
+            write_row(row)
             return
         if expected == "restart":
             job.wait_for_steps(5, 90, other_than=before.round)
