@@ -312,7 +312,7 @@ FAULTS = (
     Fault("worker: no file descriptors", take_descriptors),
     Fault("agent: SIGKILL", lambda bed: bed.agent.signal(signal.SIGKILL), one="ends"),
     Fault("agent: SIGSTOP", stop_agent, one="goes on"),
-    Fault("agent: no file descriptors, and a worker gets SIGKILL", take_agents_descriptors, one=None),
+    Fault("agent: no file descriptors, and a worker gets SIGKILL", take_agents_descriptors),
     Fault(
         "coordinator: SIGKILL, and it is started again",
         kill_coordinator,
