@@ -8,8 +8,11 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
+import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -280,6 +283,69 @@ def take_descriptors(bed: Bed) -> None:
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]))
 
 
+CLOCK_JUMP_S = 3600
+CLOCK = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/time.h>
+#include <time.h>
+static volatile long long *offset;
+__attribute__((constructor)) static void start(void) {
+    int file = open(getenv("CLOCK_OFFSET"), O_RDONLY | O_CLOEXEC);
+    offset = mmap(0, 8, PROT_READ, MAP_SHARED, file, 0);
+}
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = (int (*)(clockid_t, struct timespec *))dlsym(RTLD_NEXT, "clock_gettime");
+    int result = real(clock, now);
+    if ((clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE) && offset) now->tv_sec += *offset;
+    return result;
+}
+time_t time(time_t *to) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (to) *to = now.tv_sec;
+    return now.tv_sec;
+}
+int gettimeofday(struct timeval *restrict to, void *restrict zone) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    to->tv_sec = now.tv_sec;
+    to->tv_usec = now.tv_nsec / 1000;
+    return 0;
+}
+"""
+
+
+def with_own_clock(bed: Bed) -> None:
+    """The victim's agent and workers have a wall clock that the test can move.  The monotonic clock is real."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler, for a clock of its own")
+    library, offset = bed.job.folder / "clock.so", bed.job.folder / "clock-offset"
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-x", "c", "-o", library, "-", "-ldl"], input=CLOCK, text=True, check=True
+    )
+    offset.write_bytes(struct.pack("q", 0))
+    bed.start(wrap=["env", f"LD_PRELOAD={library}", f"CLOCK_OFFSET={offset}"])
+
+
+def move_clock(bed: Bed, seconds: int) -> None:
+    with (bed.job.folder / "clock-offset").open("r+b") as file:  # in place: the victims have mapped it
+        file.write(struct.pack("q", seconds))
+    skewed = f"import time; print(time.time() - {time.time()})"
+    variables = dict(e.split("=", 1) for e in Path(f"/proc/{bed.worker()}/environ").read_text().split("\0") if "=" in e)
+    found = subprocess.run([sys.executable, "-c", skewed], env=variables, capture_output=True, check=True, text=True)
+    assert abs(float(found.stdout) - seconds) < 60, "the victims' clock did not move"
+
+
+def move_clock_back(bed: Bed) -> None:
+    move_clock(bed, -CLOCK_JUMP_S)
+    os.kill(bed.worker(), signal.SIGKILL)
+
+
 def by_name(bed: Bed) -> None:
     bed.start(endpoint=f"host1:{PORT}")
 
@@ -325,6 +391,14 @@ FAULTS = (
     Fault("host: 30 % of arriving packets get lost", lose_packets, one=None, three="goes on", marks=(needs_loss,)),
     Fault("disk of the logs: full", fill_disk, one="goes on", prepare=on_small_disk("logs")),
     Fault("/tmp: full", fill_disk, one="goes on", prepare=on_small_disk("tmp")),
+    Fault(
+        "clock: jumps one hour ahead",
+        lambda bed: move_clock(bed, CLOCK_JUMP_S),
+        one="goes on",
+        three="goes on",
+        prepare=with_own_clock,
+    ),
+    Fault("clock: jumps one hour back, and a worker gets SIGKILL", move_clock_back, prepare=with_own_clock),
     Fault("DNS: fails for 10 s, and a worker gets SIGKILL; `--rdzv-endpoint` is an address", break_dns, one=None),
     Fault("DNS: the same; `--rdzv-endpoint` is a name", break_dns, one=None, prepare=by_name),
 )
@@ -347,12 +421,12 @@ def test_a_fault_is_detected_and_healed(fault: Fault, nodes: int, tmp_path: Path
         job.wait_for_steps(WARM_UP_STEPS, 90)
         before = job.full_steps()[-1]
         assert before.world == job.world
-        at = time.time()
+        at = time.monotonic()
         fault.inject(job)
         row = {"fault": fault.name, "nodes": nodes, "outcome": expected}
         if expected in ("ends", "fails"):
             job.agent.process.wait(TIMEOUT_S)
-            row |= {"detected": "", "seconds": time.time() - at, "lost_steps": None}
+            row |= {"detected": "", "seconds": time.monotonic() - at, "lost_steps": None}
             job.heal()  # a worker that cannot end has the agent's stderr
             code = job.agent.wait()
             if expected == "fails":
@@ -364,7 +438,7 @@ def test_a_fault_is_detected_and_healed(fault: Fault, nodes: int, tmp_path: Path
         if expected == "restart":
             job.wait_for_steps(5, 90, other_than=before.round)
         else:
-            wait_until(lambda: time.time() > at + QUIET_S or None)
+            wait_until(lambda: time.monotonic() > at + QUIET_S or None)
             job.wait_for_steps(5, 60)
         steps = job.full_steps()
         after = [step for step in steps if step.at > at]
