@@ -38,6 +38,7 @@ from ripstop.agent.machine_io import (
     WorkersInspected,
     WorkersStopped,
     WorkersSucceeded,
+    WorkersUnkillable,
 )
 from ripstop.agent.machine_state import AgentSettings, WorkersState, signal_name
 from ripstop.model.config import Timing
@@ -824,3 +825,35 @@ def test_a_node_without_a_place_stops_its_workers() -> None:
     ]
     assert on(agent, assign(2), 6.1) == []
     assert on(agent, WorkersStopped(1), 6.2) == [StartWorkers(place(2), "because")]
+
+
+# rule 9: a worker that SIGKILL does not end ---------------------------------------------------------------------------
+
+
+def test_a_node_with_a_worker_that_cannot_be_killed_leaves_the_job() -> None:
+    agent = running_agent()
+    on(agent, assign(2))
+    assert on(agent, WorkersUnkillable(1, "pid=7 hangs")) == [
+        SendToCoordinator(Left("pid=7 hangs")),
+        ExitAgent(1, "pid=7 hangs"),
+    ]
+
+
+def test_a_node_leaves_also_if_the_worker_was_to_be_replaced_in_its_round() -> None:
+    assert on(running_agent(), WorkersUnkillable(1, "pid=7 hangs"))[-1] == ExitAgent(1, "pid=7 hangs")
+
+
+def test_a_signalled_agent_does_not_wait_for_a_worker_that_cannot_be_killed() -> None:
+    agent = running_agent()
+    on(agent, SignalReceived(15))
+    assert on(agent, WorkersUnkillable(1, "pid=7 hangs"))[-1] == ExitAgent(143, "pid=7 hangs")
+
+
+def test_at_the_end_of_a_job_a_worker_that_cannot_be_killed_counts_as_stopped() -> None:
+    agent = running_agent()
+    on(agent, CoordinatorMessage(Closing(Outcome.FAILED, "too many restarts")))
+    assert agent.on(WorkersUnkillable(1, "pid=7 hangs"), 0.0) == [
+        LogLine("pid=7 hangs", is_warning=True),
+        SendToCoordinator(Stopped()),
+    ]
+    assert on(agent, closed(Outcome.FAILED))[-1].code == 1  # type: ignore[union-attr]

@@ -86,6 +86,7 @@ def _matrix_row(row: dict[str, Any]) -> tuple[str, ...]:
         "restart": f"again after {seconds}",
         "goes on": f"goes on; longest pause {seconds}",
         "ends": "ends: the only agent is gone, and its workers with it",
+        "fails": f"ends with this error and exit code 1, after {seconds}",
     }[row["outcome"]]
     lost = "-" if row["lost_steps"] is None else str(row["lost_steps"])
     return row["fault"], str(row["nodes"]), row["detected"] or "-", training, lost

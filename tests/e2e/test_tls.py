@@ -1,5 +1,7 @@
 """Whole jobs whose agents and coordinator authenticate each other with certificates."""
 
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,3 +70,27 @@ def test_a_coordinator_that_etcd_elects_uses_its_certificate(job: Job, authority
         agents = [train(job, authority.node(name), *rendezvous) for name in ("a", "b")]
         assert [agent.wait() for agent in agents] == [0, 0], job.describe()
     assert {(h["rank"], h["restart"]) for h in job.worker_events(event="done")} == {(0, 1), (1, 1)}
+
+
+@pytest.mark.long
+def test_nodes_elect_another_coordinator_over_tls_when_the_first_is_killed(job: Job, authority: Authority) -> None:
+    """Each node has a certificate for its own address only."""
+    hosts = [f"127.0.0.{number}" for number in (1, 2, 3)]
+    endpoint = ",".join(f"{host}:{job.port}" for host in hosts)
+    agents = []
+    for host in hosts:
+        tls = conf(authority.node(host, names=f"IP:{host}"))
+        agents.append(job.node(tls, nnodes="2:3", endpoint=endpoint, env={"TRAIN_STEPS": "100000"}))
+        agents[-1].wait_for_log("ripstop=")  # it listens: the next one takes the next address
+    job.steps(3)
+    (first,) = (agent for agent in agents if "elected: " in agent.err)
+    others = [agent for agent in agents if agent is not first]
+    killed = time.time()
+    first.signal(signal.SIGKILL)
+    step = job.steps(2, after=killed)
+    print(f"a step {step['t'] - killed:.2f} s after the coordinator was killed")
+    assert step["restart"] == 0
+    assert sum("elected: " in agent.err for agent in others) == 1
+    for agent in others:
+        agent.signal(signal.SIGTERM)
+    assert [agent.wait() for agent in others] == [143, 143]

@@ -271,6 +271,14 @@ def test_a_coordinator_that_closed_the_connection_is_tried_again_first() -> None
     assert search.target == 1
 
 
+def test_an_agent_gives_a_candidate_a_lease_to_lose_the_silent_coordinator_too() -> None:
+    search = Search(3, LEASE)
+    search.on_accepted()
+    search.on_lost(is_silent=True)
+    assert search.on_redirected(0) == LEASE
+    assert search.on_redirected(0) == 0.0, "it waits once"
+
+
 def test_redirects_in_circles_are_delayed() -> None:
     search = Search(2, LEASE)
     delays = [search.on_redirected(target) for target in (1, 0, 1, 0, 1)]

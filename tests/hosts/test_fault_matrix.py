@@ -8,8 +8,11 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
+import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +24,7 @@ from pathlib import Path
 import pytest
 
 from ripstop.system.cgroup_memory import memory_cgroup_path
-from tests.e2e.harness import SCRIPTS, Agent, Job, wait_until
+from tests.e2e.harness import SCRIPTS, TIMEOUT_S, Agent, Job, wait_until
 from tests.hosts.network import PORT, Host, hosts, needs_hosts, needs_loss
 
 pytestmark = [needs_hosts, pytest.mark.long, pytest.mark.timeout(240)]
@@ -87,6 +90,11 @@ class Bed:
             self.agents.append(agent)
             (self.coordinator or self.agents[0]).wait_for_log(rf"joined from ({host.address}|host{host.number}) ")
 
+    def heal(self) -> None:
+        """Undo what was injected."""
+        while self.undo:
+            self.undo.pop()()
+
     @property
     def world(self) -> int:
         return 3 if self.machines else 2
@@ -134,7 +142,7 @@ def bed(nodes: int, folder: Path) -> Iterator[Bed]:
         made = Bed(job, machines)
         stack.callback(lambda: [clean_up() for clean_up in made.clean_up])
         stack.enter_context(job)
-        stack.callback(lambda: [undo() for undo in made.undo])
+        stack.callback(made.heal)
         yield made
 
 
@@ -145,7 +153,8 @@ def bed(nodes: int, folder: Path) -> Iterator[Bed]:
 class Fault:
     """`prepare` starts the job, `inject` does it; the outcome is expected on one node and on three (None: no row).
 
-    "restart": a new round trains.  "goes on": the round trains on.  "ends": the job ends.
+    "restart": a new round trains.  "goes on": the round trains on.  "ends": the agent is gone.  "fails": the job ends
+    with an error.
     """
 
     name: str
@@ -162,6 +171,19 @@ def signalled(signum: int) -> Callable[[Bed], object]:
 
 def with_hang_detection(bed: Bed) -> None:
     bed.start("--hang-timeout=5")
+
+
+def freeze_worker(bed: Bed) -> None:
+    """In a frozen cgroup (version 1), a process is in D state, and SIGKILL does not end it."""
+    parent = Path("/sys/fs/cgroup/freezer")
+    if not os.access(parent, os.W_OK) or not (parent / "cgroup.procs").exists():
+        pytest.skip("needs the right to make a freezer cgroup (version 1)")
+    group = parent / f"ripstop_matrix_{os.getpid()}"
+    group.mkdir()
+    bed.clean_up.append(lambda: wait_until(lambda: _removed(group), 20))
+    bed.undo.append(lambda: (group / "freezer.state").write_text("THAWED"))
+    (group / "cgroup.procs").write_text(str(bed.worker()))
+    (group / "freezer.state").write_text("FROZEN")
 
 
 def stop_agent(bed: Bed) -> None:
@@ -261,6 +283,69 @@ def take_descriptors(bed: Bed) -> None:
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]))
 
 
+CLOCK_JUMP_S = 3600
+CLOCK = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/time.h>
+#include <time.h>
+static volatile long long *offset;
+__attribute__((constructor)) static void start(void) {
+    int file = open(getenv("CLOCK_OFFSET"), O_RDONLY | O_CLOEXEC);
+    offset = mmap(0, 8, PROT_READ, MAP_SHARED, file, 0);
+}
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = (int (*)(clockid_t, struct timespec *))dlsym(RTLD_NEXT, "clock_gettime");
+    int result = real(clock, now);
+    if ((clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE) && offset) now->tv_sec += *offset;
+    return result;
+}
+time_t time(time_t *to) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (to) *to = now.tv_sec;
+    return now.tv_sec;
+}
+int gettimeofday(struct timeval *restrict to, void *restrict zone) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    to->tv_sec = now.tv_sec;
+    to->tv_usec = now.tv_nsec / 1000;
+    return 0;
+}
+"""
+
+
+def with_own_clock(bed: Bed) -> None:
+    """The victim's agent and workers have a wall clock that the test can move.  The monotonic clock is real."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler, for a clock of its own")
+    library, offset = bed.job.folder / "clock.so", bed.job.folder / "clock-offset"
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-x", "c", "-o", library, "-", "-ldl"], input=CLOCK, text=True, check=True
+    )
+    offset.write_bytes(struct.pack("q", 0))
+    bed.start(wrap=["env", f"LD_PRELOAD={library}", f"CLOCK_OFFSET={offset}"])
+
+
+def move_clock(bed: Bed, seconds: int) -> None:
+    with (bed.job.folder / "clock-offset").open("r+b") as file:  # in place: the victims have mapped it
+        file.write(struct.pack("q", seconds))
+    skewed = f"import time; print(time.time() - {time.time()})"
+    variables = dict(e.split("=", 1) for e in Path(f"/proc/{bed.worker()}/environ").read_text().split("\0") if "=" in e)
+    found = subprocess.run([sys.executable, "-c", skewed], env=variables, capture_output=True, check=True, text=True)
+    assert abs(float(found.stdout) - seconds) < 60, "the victims' clock did not move"
+
+
+def move_clock_back(bed: Bed) -> None:
+    move_clock(bed, -CLOCK_JUMP_S)
+    os.kill(bed.worker(), signal.SIGKILL)
+
+
 def by_name(bed: Bed) -> None:
     bed.start(endpoint=f"host1:{PORT}")
 
@@ -283,11 +368,17 @@ FAULTS = (
     Fault("worker: exception", lambda bed: bed.order("raise")),
     Fault("worker: exit code 7", lambda bed: bed.order("exit")),
     Fault("worker: SIGSTOP, with `--hang-timeout=5`", signalled(signal.SIGSTOP), prepare=with_hang_detection),
+    Fault(
+        "worker: uninterruptible sleep (D state), with `--hang-timeout=20`",
+        freeze_worker,
+        one="fails",
+        prepare=lambda bed: bed.start("--hang-timeout=20"),
+    ),
     Fault("worker: out of memory in its cgroup", lambda bed: bed.order("allocate"), prepare=in_small_cgroup),
     Fault("worker: no file descriptors", take_descriptors),
     Fault("agent: SIGKILL", lambda bed: bed.agent.signal(signal.SIGKILL), one="ends"),
     Fault("agent: SIGSTOP", stop_agent, one="goes on"),
-    Fault("agent: no file descriptors, and a worker gets SIGKILL", take_agents_descriptors, one=None),
+    Fault("agent: no file descriptors, and a worker gets SIGKILL", take_agents_descriptors),
     Fault(
         "coordinator: SIGKILL, and it is started again",
         kill_coordinator,
@@ -300,6 +391,14 @@ FAULTS = (
     Fault("host: 30 % of arriving packets get lost", lose_packets, one=None, three="goes on", marks=(needs_loss,)),
     Fault("disk of the logs: full", fill_disk, one="goes on", prepare=on_small_disk("logs")),
     Fault("/tmp: full", fill_disk, one="goes on", prepare=on_small_disk("tmp")),
+    Fault(
+        "clock: jumps one hour ahead",
+        lambda bed: move_clock(bed, CLOCK_JUMP_S),
+        one="goes on",
+        three="goes on",
+        prepare=with_own_clock,
+    ),
+    Fault("clock: jumps one hour back, and a worker gets SIGKILL", move_clock_back, prepare=with_own_clock),
     Fault("DNS: fails for 10 s, and a worker gets SIGKILL; `--rdzv-endpoint` is an address", break_dns, one=None),
     Fault("DNS: the same; `--rdzv-endpoint` is a name", break_dns, one=None, prepare=by_name),
 )
@@ -322,18 +421,24 @@ def test_a_fault_is_detected_and_healed(fault: Fault, nodes: int, tmp_path: Path
         job.wait_for_steps(WARM_UP_STEPS, 90)
         before = job.full_steps()[-1]
         assert before.world == job.world
-        at = time.time()
+        at = time.monotonic()
         fault.inject(job)
         row = {"fault": fault.name, "nodes": nodes, "outcome": expected}
-        if expected == "ends":
-            job.agent.wait()
+        if expected in ("ends", "fails"):
+            job.agent.process.wait(TIMEOUT_S)
+            row |= {"detected": "", "seconds": time.monotonic() - at, "lost_steps": None}
+            job.heal()  # a worker that cannot end has the agent's stderr
+            code = job.agent.wait()
+            if expected == "fails":
+                assert code == 1
+                row |= {"detected": re.sub(r"pid=\d+", "pid=PID", re.findall(r"error: (.*)", job.agent.err)[-1])}
             wait_until(lambda: None if job.job.leftovers() else True, why=job.job.describe)
-            write_row(row | {"detected": "", "seconds": None, "lost_steps": None})
+            write_row(row)
             return
         if expected == "restart":
             job.wait_for_steps(5, 90, other_than=before.round)
         else:
-            wait_until(lambda: time.time() > at + QUIET_S or None)
+            wait_until(lambda: time.monotonic() > at + QUIET_S or None)
             job.wait_for_steps(5, 60)
         steps = job.full_steps()
         after = [step for step in steps if step.at > at]

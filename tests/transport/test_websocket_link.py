@@ -19,7 +19,7 @@ from ripstop.model.config import Etcd
 from ripstop.model.round import Address, Outcome
 from ripstop.protocol.messages import Assign, Closed, Left, Status, Succeeded
 from ripstop.transport import agent_authentication, websocket, websocket_link
-from ripstop.transport.websocket_link import WebSocketLink
+from ripstop.transport.websocket_link import WebSocketLink, _Heartbeats
 from tests.e2e.harness import free_port
 
 DEADLINE = 20.0
@@ -419,6 +419,23 @@ def test_a_suspended_agent_does_not_take_the_coordinator_for_lost(harness: Any) 
 
     with coordinator_process() as (_, address):
         asyncio.run(scenario(address))
+
+
+def test_a_suspended_agent_asks_once_more_and_does_not_wait_for_another_lease() -> None:
+    async def scenario() -> None:
+        loop, sent, expired = asyncio.get_running_loop(), [], asyncio.Event()
+        real = loop.time
+        heartbeats = _Heartbeats(DEADLINE, 0.05, send=lambda: sent.append(loop.time()), on_expired=expired.set)
+        loop.time = lambda: real() + 2 * DEADLINE  # type: ignore[method-assign]
+        try:
+            async with asyncio.timeout(DEADLINE / 2):
+                await expired.wait()
+            assert sent
+        finally:
+            heartbeats.stop()
+            loop.time = real  # type: ignore[method-assign]
+
+    asyncio.run(scenario())
 
 
 def test_queued_messages_are_sent_before_the_link_closes(harness: Any) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from ripstop.model.config import Script, StartMethod
+from ripstop.model.errors import UnkillableError
 from ripstop.system import linux
+from ripstop.workers import group
 from ripstop.workers.group import Exit, Group
 from ripstop.workers.processes import Children
 from ripstop.workers.spawner import ProcessSpec, Spawner
@@ -161,6 +164,40 @@ def test_a_worker_that_ignores_the_signal_is_killed_after_the_grace(stage):
         assert [e.signal for e in scene.exits] == [signal.SIGKILL]
 
     run_scenario(stage, "signal.signal(signal.SIGTERM, signal.SIG_IGN); up(); time.sleep(600)", scenario)
+
+
+PTRACE_SEIZE, PTRACE_DETACH, PTRACE_O_TRACEEXIT = 0x4206, 17, 0x40
+
+
+def trace(request: int, pid: int, data: int = 0) -> None:
+    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+    ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    if ptrace(request, pid, 0, data) != 0:
+        pytest.skip(f"needs the right to trace processes: {os.strerror(ctypes.get_errno())}")
+
+
+def test_a_worker_that_sigkill_does_not_end_is_waited_for_once_and_the_others_end(stage, monkeypatch):
+    async def scenario(scene: Scene) -> None:
+        (child,), _ = await scene.report(0), await scene.report(1)
+        stuck = scene.group.pids[1]
+        trace(PTRACE_SEIZE, stuck, PTRACE_O_TRACEEXIT)  # like one in D state: killed, and not dead before it is let go
+        try:
+            with pytest.raises(UnkillableError, match=rf"must end within 1 s, and pid={stuck} did not"):
+                await scene.group.stop(0.0)
+            assert [e.local_rank for e in scene.exits] == [0]
+            assert not exists(child)
+            monkeypatch.setattr(group, "KILL_TIMEOUT_S", DEADLINE)
+            with pytest.raises(UnkillableError):
+                await scene.group.stop(0.0)
+        finally:
+            os.waitpid(stuck, 0x40000000)  # noqa: ASYNC222 - __WALL: it has stopped, so this does not wait
+            trace(PTRACE_DETACH, stuck)
+        await scene.ended.get()
+        assert (await scene.ended.get()).local_rank == 1
+
+    monkeypatch.setattr(group, "KILL_TIMEOUT_S", 1.0)
+    text = "up(subprocess.Popen(['sleep', '600']).pid); time.sleep(600)"
+    run_scenario(stage, text, scenario, workers=2)
 
 
 def test_a_suspended_worker_takes_the_signal_at_once(stage):

@@ -21,6 +21,7 @@
     port that the user fixed is opened once, before the first round; a later round opens it again when it starts.
 8.  Workers that have registered for it, and have not failed, go on in place in the next round; others are replaced.  So
     is, in the same round, one that has not left its last round after a timeout: its peers wait for its rank.
+9.  A node with a worker that SIGKILL does not end leaves the job: that worker holds its memory and its devices.
 """
 
 from msgspec.structs import replace
@@ -61,6 +62,7 @@ from ripstop.agent.machine_io import (
     WorkersInspected,
     WorkersStopped,
     WorkersSucceeded,
+    WorkersUnkillable,
 )
 from ripstop.agent.machine_state import (
     REPORTED_STATUS,
@@ -112,7 +114,7 @@ class Agent:
         self._closing: messages.Closing | None = None
         self._exit: ExitAgent | None = None  # to execute when the workers have stopped
         self.is_connected = False
-        self._was_connected = False
+        self.was_connected = False
         self.connection_error = ""
         self._waiting_since: float | None = now  # the agent needs the coordinator and cannot reach it
         self._is_wait_logged = False
@@ -156,7 +158,7 @@ class Agent:
         is_alone = self.state is WorkersState.SUCCEEDED and self.place is not None and self.place.group_size == 1
         if self._closing or is_alone:
             return FINAL_REPORT_TIMEOUT_S
-        return timing.coordinator if self._was_connected else timing.join
+        return timing.coordinator if self.was_connected else timing.join
 
     def _dispatch(self, event: AgentInput, now: float) -> list[AgentCommand]:
         match event:
@@ -172,8 +174,7 @@ class Agent:
             case HealthChecked(problems):
                 return self._on_health_checked(problems, now)
             case StorePortReady(port, replica_port):
-                self._is_opening_port, self._has_opened_port = False, True
-                self._replica_port = replica_port
+                self._is_opening_port, self._has_opened_port, self._replica_port = False, True, replica_port
                 return self._offer(port)
             case WorkersFailed(round, failures):
                 return self._on_workers_failed(round, failures)
@@ -184,6 +185,8 @@ class Agent:
                 return self._send(messages.Succeeded(round))
             case WorkersStopped(round) if self._has_workers_of(round) and self.state is WorkersState.STOPPING:
                 return self._on_workers_stopped()
+            case WorkersUnkillable(round, why) if self._has_workers_of(round):
+                return self._on_workers_unkillable(why)
             case WorkerRegistered(round, rank) if self._has_workers_of(round):
                 self._elastic.add(rank)
             case WorkerLostPeer(round) if self._has_workers_of(round) and self.state is WorkersState.RUNNING:
@@ -235,8 +238,8 @@ class Agent:
     # the connection to the coordinator --------------------------------------------------------------------------------
 
     def _on_connected(self, host: str) -> list[AgentCommand]:
-        was_connected = self._was_connected
-        self.is_connected = self._was_connected = True
+        was_connected = self.was_connected
+        self.is_connected = self.was_connected = True
         if not self.node.host:
             self.node = replace(self.node, host=host)
         place, status = self._reported_round()
@@ -304,11 +307,7 @@ class Agent:
         if self.state is WorkersState.SUCCEEDED:
             why = f"all workers of this node exited 0, and no coordinator was reachable for {timeout:g} s"
             return self._exit_with(ExitAgent(0, why))
-        if self._was_connected:
-            why = f"no coordinator for {timeout:g} s while the node needed one ({error}); raise coordinator_timeout"
-        else:
-            why = f"no coordinator for {timeout:g} s ({error}); check that its node is up and that the job is not over"
-        return self._exit_with(ExitAgent(1, why))
+        return self._exit_with(ExitAgent(1, machine_status.no_coordinator_text(self, timeout)))
 
     # the store port ---------------------------------------------------------------------------------------------------
 
@@ -377,9 +376,7 @@ class Agent:
     def _on_stand_by(self, round: int, why: str) -> list[AgentCommand]:
         if round < self._newest_round:
             return []  # rule 2
-        self._newest_round = round
-        self._next = None
-        self.notice = why
+        self._newest_round, self._next, self.notice = round, None, why
         stop = self._stop(why, self._leave_signal or SIGTERM)  # which is logged, with the reason
         return [*(stop or [LogLine(why)]), *self._offer_store_port()]
 
@@ -440,6 +437,12 @@ class Agent:
             return self._start(place, why)
         return []
 
+    def _on_workers_unkillable(self, why: str) -> list[AgentCommand]:
+        self.state, self._next = WorkersState.IDLE, None  # rule 9: they count as stopped
+        if self._closing and not self._exit:
+            return [LogLine(why, is_warning=True), *self._on_workers_stopped()]
+        return self._exit_with(self._exit if self._exit and self._exit.code else ExitAgent(1, why))
+
     def _has_workers_of(self, round: int) -> bool:
         return self.place is not None and self.place.round == round
 
@@ -493,9 +496,8 @@ class Agent:
 
     def _exit_with(self, end: ExitAgent) -> list[AgentCommand]:
         """End the agent after its workers have stopped.  A signal determines the exit code of an unsuccessful end."""
-        self._exit = (
-            ExitAgent(128 + self._leave_signal, end.why, end.report) if self._leave_signal and end.code else end
-        )
+        is_signalled = self._leave_signal and end.code
+        self._exit = replace(end, code=128 + self._leave_signal) if is_signalled else end
         self._next = None
         if self.state is not WorkersState.IDLE:
             return self._stop(end.why)

@@ -71,6 +71,13 @@ class WorkersStopped(Struct, frozen=True):
     round: int
 
 
+class WorkersUnkillable(Struct, frozen=True):
+    """SIGKILL did not end a worker of this round."""
+
+    round: int
+    why: str
+
+
 class WorkerRegistered(Struct, frozen=True):
     """A worker of this round can go on in place: it has entered its training function (`train.elastic`)."""
 
@@ -138,8 +145,9 @@ class Tick(Struct, frozen=True):
 
 AgentInput = (
     CoordinatorConnected | CoordinatorLost | CoordinatorMessage | WarmupDone | HealthChecked | StorePortReady
-    | WorkersFailed | WorkersInspected | WorkersSucceeded | WorkersStopped | WorkerRegistered | WorkerReformed
-    | WorkerLostPeer | WorkerLeft | FirstCommit | LastCommitDone | StateLost | PreemptionNoticed | SignalReceived
+    | WorkersFailed | WorkersInspected | WorkersSucceeded | WorkersStopped | WorkersUnkillable | WorkerRegistered
+    | WorkerReformed | WorkerLostPeer | WorkerLeft | FirstCommit | LastCommitDone | StateLost | PreemptionNoticed
+    | SignalReceived
     | Tick
 )  # fmt: skip
 

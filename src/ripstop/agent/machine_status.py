@@ -25,6 +25,14 @@ def reason_not_ready(agent: "Agent") -> str:
     return f"the node is unhealthy: {problems}" if problems else "the first health check is not complete"
 
 
+def no_coordinator_text(agent: "Agent", timeout: float) -> str:
+    """Why the agent gives up after it could not reach a coordinator for this time."""
+    error = agent.connection_error
+    if agent.was_connected:
+        return f"no coordinator for {timeout:g} s while the node needed one ({error}); raise coordinator_timeout"
+    return f"no coordinator for {timeout:g} s ({error}); check that its node is up and that the job is not over"
+
+
 def activity(agent: "Agent") -> Activity:
     """What this node does, as far as the machine knows it."""
     round, timing = agent.place.round if agent.place else 0, agent.settings.timing

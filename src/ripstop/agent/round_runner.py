@@ -12,7 +12,6 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +32,7 @@ from ripstop.agent.machine_io import (
     WorkersInspected,
     WorkersStopped,
     WorkersSucceeded,
+    WorkersUnkillable,
 )
 from ripstop.agent.query_handler import Workers
 from ripstop.agent.recovery_clock import RecoveryClock
@@ -47,7 +47,7 @@ from ripstop.logs.console import Console
 from ripstop.logs.directory import KeptLogs, LogDirectory, LogsSource, RoundLogs
 from ripstop.model import events
 from ripstop.model.config import RunConfig
-from ripstop.model.errors import StartError
+from ripstop.model.errors import StartError, UnkillableError
 from ripstop.model.failure import Failure
 from ripstop.model.round import Place
 from ripstop.model.usage import StandbySample
@@ -164,11 +164,9 @@ class RoundRunner:
         """Kill the workers and close every socket and pipe, however the agent ends."""
         if self._standbys is not None:
             await self._standbys.stop()
-        if self._round is not None and self._round.group is not None:
-            self._round.exits.on_stop(signal.SIGKILL)
-            with suppress(StartError):  # reported before
-                await self._round.group.stop(0.0)
         if self._round is not None:
+            self._round.exits.on_stop(signal.SIGKILL)
+            await self._round.stop_workers(0.0, signal.SIGKILL)
             self._round.close_monitor()
         await self.replication.close()
         if self._saver is not None:
@@ -220,7 +218,7 @@ class RoundRunner:
             round.group = Group(self._children, self._spawner, specs, lambda exit: self._on_exit(round, exit))
             await round.group.start()
         except StartError as error:
-            self._on_start_failed(round, str(error))
+            self._on_start_failed(round, error)
             return
         self._on_started(round, round.group, why, began)
 
@@ -292,7 +290,7 @@ class RoundRunner:
                     self._elastic.tell(pid, place.round, {name: env[name] for name in ROUND_VARIABLES})
             await self._start_in_place(round, group, logs, missing, grace)
         except StartError as error:
-            self._on_start_failed(round, str(error))
+            self._on_start_failed(round, error)
             return
         self._on_started(round, group, why, began)
 
@@ -333,7 +331,7 @@ class RoundRunner:
         try:
             await self._start_in_place(round, group, logs, local_ranks, 0.0)
         except StartError as error:
-            self._on_start_failed(round, str(error))
+            self._on_start_failed(round, error)
             return
         self._on_started(round, group, "workers did not go on in place", began)
 
@@ -368,8 +366,11 @@ class RoundRunner:
             now = self._loop.time() if round.kept else started_at
             self._recorder.record(recovery.finish(round.place.round, requested_at, now, round.kept))
 
-    def _on_start_failed(self, round: Round, why: str) -> None:
-        place = round.place
+    def _on_start_failed(self, round: Round, error: StartError) -> None:
+        place, why = round.place, str(error)
+        if isinstance(error, UnkillableError):
+            self._report(WorkersUnkillable(place.round, why))
+            return
         failed = events.WorkerFailed(place.round, place.first_rank, 0, f"could not be started: {why}")
         self._recorder.record(failed, level=logging.ERROR)
         failure = round.start_failure(why, time.time())
@@ -487,7 +488,7 @@ class RoundRunner:
             await round.monitor.finish_inspection()
         if round.group is not None:
             self._loop.call_soon(self._state_memory.release)  # after the signal, which `stop` sends before it waits
-            await round.group.stop(grace, signum)
+        why_not = await round.stop_workers(grace, signum)
         if not round.stopped.done():
             round.stopped.set_result(None)
         round.close_monitor()
@@ -496,6 +497,9 @@ class RoundRunner:
             self._timers.new_round()
         for rank in range(round.place.slots):
             self._run_task(self._console.finish(round.logs.files(rank)))
+        if why_not:
+            self._report(WorkersUnkillable(number, why_not))
+            return
         now = self._loop.time()
         if self._recovery is not None:
             self._recovery.stopped_at = now

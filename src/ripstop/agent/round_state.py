@@ -10,6 +10,7 @@ from ripstop.agent.worker_exits import WorkerExits
 from ripstop.diagnostics.evidence import Memory, TimerKill, gather, not_started
 from ripstop.diagnostics.hang_monitor import HangMonitor
 from ripstop.logs.directory import RoundLogs
+from ripstop.model.errors import UnkillableError
 from ripstop.model.failure import Failure
 from ripstop.model.round import Place
 from ripstop.model.text_formatting import rank_list
@@ -46,6 +47,15 @@ class Round(Struct):
         if self.monitor is not None:
             self.monitor.close()
             self.monitor = None
+
+    async def stop_workers(self, grace: float, signum: int) -> str:
+        """End the workers, if any have started.  If SIGKILL does not end one: why not."""
+        try:
+            if self.group is not None:
+                await self.group.stop(grace, signum)
+        except UnkillableError as error:
+            return str(error)
+        return ""
 
     def identity(self, local_rank: int, key: str) -> WorkerIdentity:
         place = self.place

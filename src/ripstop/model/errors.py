@@ -21,6 +21,17 @@ class StartError(RipstopError):
     """Workers could not be started on this node."""
 
 
+class UnkillableError(StartError):
+    """SIGKILL does not end workers, so no others can be started."""
+
+    def __init__(self, pids: tuple[int, ...], timeout: float) -> None:
+        names = ", ".join(f"pid={pid}" for pid in pids)
+        super().__init__(
+            f"a killed worker must end within {timeout:g} s, and {names} did not: it hangs in the kernel "
+            "(see /proc/PID/stack); restart this machine"
+        )
+
+
 class QueryFailed(RipstopError):
     """A node could not answer an operator's query."""
 

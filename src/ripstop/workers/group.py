@@ -8,6 +8,8 @@ How a group ends
 -   `stop` returns when every process of the workers' sessions, and every orphan that the agent has adopted, has ended.
     If all workers had exited with 0, such leftovers get SIGTERM and the grace too, since they may still work for a job
     that succeeded.  Otherwise they are killed at once.
+-   A worker that SIGKILL does not end hangs in the kernel (D state).  `stop` and `replace` wait for it once, for
+    `KILL_TIMEOUT_S`, end the others, and raise UnkillableError.
 -   `replace` leaves adopted orphans alone: they may come from a worker that goes on.
 -   An agent runs one group at a time, because an adopted orphan does not show which group it came from.  For the same
     reason an agent inside a program leaves orphans alone that have their own session (`processes.py`, rule 5).
@@ -21,7 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from signal import SIGCONT, SIGKILL, SIGTERM
 
-from ripstop.model.errors import StartError
+from ripstop.model.errors import StartError, UnkillableError
 from ripstop.system import linux
 from ripstop.workers.processes import KILL_TIMEOUT_S, Children, ProcessExit
 from ripstop.workers.spawner import ProcessSpec, Starter
@@ -52,6 +54,7 @@ class Group:
         self._stopping = False
         self._sent: set[int] = set()
         self._discarded: set[int] = set()  # live workers that are being replaced
+        self._unkillable: set[int] = set()  # live workers that SIGKILL did not end
         self._has_ended = asyncio.Event()  # some worker
 
     @property
@@ -130,7 +133,7 @@ class Group:
                 self.signal(SIGCONT, pids & self._live)
                 if await self._wait_until(lambda: not pids & self._live, timeout):
                     return
-        raise _not_ended(pids & self._live)
+        raise self._give_up_on(pids)
 
     def _ended(self, end: ProcessExit) -> None:
         self._live.discard(end.pid)
@@ -182,12 +185,19 @@ class Group:
             self.signal(SIGCONT)
             await self._wait_ended(grace)
         self.signal(SIGKILL)
-        if not await self._wait_ended(KILL_TIMEOUT_S):
-            raise _not_ended(self._live)
+        error = None if await self._wait_ended(KILL_TIMEOUT_S) else self._give_up_on(self._live)
         await self._children.end_trees(self._pids, began + grace - time.monotonic() if succeeded else 0.0)
+        if error is not None:
+            raise error
+
+    def _give_up_on(self, pids: set[int]) -> UnkillableError:
+        self._unkillable |= pids & self._live
+        return UnkillableError(tuple(sorted(pids & self._live)), KILL_TIMEOUT_S)
 
     async def _wait_ended(self, timeout: float) -> bool:
-        return await self._wait_until(lambda: not self._live, timeout)
+        """Whether all workers have ended.  It does not wait again for those that SIGKILL did not end."""
+        await self._wait_until(lambda: self._live <= self._unkillable, timeout)
+        return not self._live
 
     async def _wait_until(self, is_done: Callable[[], bool], timeout: float) -> bool:
         """Wait for the ends of workers."""
@@ -197,10 +207,3 @@ class Group:
                     self._has_ended.clear()
                     await self._has_ended.wait()
         return is_done()
-
-
-def _not_ended(pids: Collection[int]) -> StartError:
-    return StartError(
-        f"workers must have ended before others replace them: {sorted(pids)} still exist {KILL_TIMEOUT_S:g} s after "
-        "SIGKILL; they hang in the kernel (see /proc/PID/stack): restart this machine."
-    )

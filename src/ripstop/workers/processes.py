@@ -2,7 +2,7 @@
 
 Rules
 1.  The code that starts a child claims its pid, and only the owner reaps it.
-2.  A pidfd reports the end of a child.  Nothing polls.
+2.  A pidfd reports the end of a child.  Nothing polls.  What follows needs file descriptors: a few are reserved for it.
 3.  The agent is a subreaper: every orphan below a worker becomes the agent's child.  Such an adopted child has another
     session than the agent.  An unclaimed child in the agent's own session is a plain subprocess and is left alone.
 4.  A pending worker (named PENDING until it is claimed) is no orphan while a start is in progress.
@@ -30,6 +30,7 @@ from msgspec import Struct
 
 from ripstop.model.errors import StartError
 from ripstop.system import linux
+from ripstop.system.descriptors import DescriptorReserve
 from ripstop.workers.zygote.title import PENDING
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ripstop.workers")
 
-KILL_TIMEOUT_S = 60.0  # a process that is still there so long after SIGKILL hangs in the kernel
+KILL_TIMEOUT_S = 30.0  # a process that is still there so long after SIGKILL hangs in the kernel
 _PENDING_NAME = PENDING.decode()
 
 
@@ -80,6 +81,7 @@ class Children:
         self._pidfds: dict[int, int] = {}
         self._session = os.getsid(0)
         self._unkillable: set[int] = set()
+        self._descriptors = DescriptorReserve()
         self._handles_sigchld = False
 
     # ownership ------------------------------------------------------------------------------------------------------
@@ -138,6 +140,7 @@ class Children:
         else:
             linux.become_subreaper()
         self._loop = asyncio.get_running_loop()
+        self._descriptors.ensure()
         self._handles_sigchld = threading.current_thread() is threading.main_thread()
         if self._handles_sigchld:
             self._loop.add_signal_handler(signal.SIGCHLD, self._reap_adopted)
@@ -152,6 +155,7 @@ class Children:
         if self._handles_sigchld:
             self._loop.remove_signal_handler(signal.SIGCHLD)
         self._loop = None
+        self._descriptors.close()
         if self._in_program:
             linux.release_subreaper()
 
@@ -181,6 +185,7 @@ class Children:
 
     def _report_end(self, pid: int, on_end: Callable[[ProcessExit], None]) -> None:
         at = time.time()
+        self._descriptors.ensure()
         exitcode, signum, memory = self.reap(pid)
         on_end(ProcessExit(pid, exitcode, signum, at, memory))
 
@@ -266,6 +271,7 @@ class Children:
         )
 
     def _reap_adopted(self) -> None:
+        self._descriptors.ensure()
         for process in linux.children():
             if process.dead and self._is_adopted(process):
                 with suppress(ChildProcessError):  # another launch of this program has reaped it

@@ -1,6 +1,6 @@
 """Trains with gloo; commits and reports every step; obeys one order, which the file $ORDERS/RANK holds.
 
-Appends a JSON line for every step to $TRAIN_LOG.
+Appends a JSON line for every step to $TRAIN_LOG, with the time of the monotonic clock.
 """
 
 import json
@@ -36,7 +36,7 @@ def obey() -> None:
 
 
 def say(step: int) -> None:
-    fields = {"t": time.time(), "event": "step", "step": step, "rank": RANK, "world": WORLD, "pid": os.getpid()}
+    fields = {"t": time.monotonic(), "event": "step", "step": step, "rank": RANK, "world": WORLD, "pid": os.getpid()}
     restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     with open(os.environ["TRAIN_LOG"], "a") as file:
         file.write(json.dumps({**fields, "round": ROUND, "restart": restart}) + "\n")
