@@ -12,8 +12,9 @@ over a connection, like all others.  The two share what they know of the elector
     changes nothing before that.
 5.  A round is committed, and only then announced, when a majority of its voters and a majority of the voters before it
     have confirmed it.  One change is pending at a time.  It begins when a majority of the new voters has renewed the
-    office, so that the office does not end with it.
-6.  A node that has left is no voter any more, without a vote: it never promises again, so all majorities still overlap.
+    office, so that the office does not end with it.  A round that ends before that is withdrawn.
+6.  A node that has left is no voter any more, without a vote: it followed this coordinator, so it has promised nobody a
+    higher epoch, and it never promises again.  So all majorities still overlap.
 7.  A coordinator that meets a higher epoch asks its voters for one above it.  It steps down if that epoch has a
     coordinator.
 """
@@ -137,6 +138,14 @@ class Candidate:
         self._asked = set()
         return self._settle(now) if self.in_office else []
 
+    def withdraw(self) -> int:
+        """The coordinator has ended the round that it proposed: it is not committed, unless its change has begun.
+
+        Returns the newest round that is or may be committed.
+        """
+        self._proposal = None
+        return self.electorate.round
+
     def on_left(self, node: str, now: float) -> list[CandidateCommand]:
         """A node has left for good (rule 6)."""
         voters = tuple(n for n in self.electorate.voters if n != node)
@@ -208,7 +217,9 @@ class Candidate:
             return [SendTo(node, Redirect(self._leader))]
         was_asked = self._canvassed
         out = self._consider(now)
-        return out if self._canvassed != was_asked else self._ask(node, now)
+        if self._canvassed != was_asked:
+            return out
+        return self._ask(node, now) if self._canvassed >= self._least_epoch(follow) else []
 
     def _least_epoch(self, follow: Follow) -> int:
         """The lowest epoch that this agent may promise."""
