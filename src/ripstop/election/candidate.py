@@ -5,7 +5,8 @@ over a connection, like all others.  The two share what they know of the elector
 
 1.  A candidate asks for promises if its own agent has no coordinator, and the agents connected here could elect it.
 2.  It is the coordinator with promises of the newest electorate that it knows: a majority of the voters, and of the
-    outgoing voters if a change is pending.  Before the first round it needs all addresses.
+    outgoing voters if a change is pending.  Before the first round it needs all addresses.  Its own agent must not be
+    bound to another candidate, also if it is no voter: that one may need its address.
 3.  The office ends, by its own clock, before voters may promise to another: the majorities of rule 2 must have renewed
     it.  The time counts from the moment a renewal was requested, and is shorter than the lease by `LEASE_MARGIN`.
 4.  A new coordinator first makes the electorate that it inherited its own: a majority confirms it in the new epoch.  It
@@ -258,6 +259,8 @@ class Candidate:
         known, names = self.electorate, self._names(self._promises)
         if not (known.has_majority(names) if self.in_office else known.can_elect(names)):
             return []
+        if not self.in_office and self._voter.is_bound_to_another(self._node, now):
+            return []  # rule 2; it asks again
         return self._take_office(now)
 
     def _take_office(self, now: float) -> list[CandidateCommand]:
