@@ -199,6 +199,25 @@ def test_a_pending_electorate_needs_a_majority_of_the_voters_before_it() -> None
     assert job.candidate.in_office
 
 
+def test_a_round_is_withdrawn_unless_its_change_has_begun() -> None:
+    office = Office3().elected()
+    office.renews("a", "b")
+    office.does(office.candidate.propose(6, ["a", "d"], office.now))
+    assert not office.candidate.is_settled, "d has not renewed the office"
+    assert office.candidate.withdraw() == 5
+    assert office.candidate.is_settled
+    office.does(office.candidate.propose(7, ["a", "b"], office.now))
+    assert office.candidate.withdraw() == 7
+
+
+def test_a_voter_that_cannot_promise_the_epoch_is_not_asked_for_it_again_and_again() -> None:
+    office = Office3()
+    office.follows("a", "b")
+    office.candidate.on_disconnected("a")
+    follow = Follow(9, "x", THREE, "b:1")
+    assert office.candidate.on_message("b", follow, 0.0) == []
+
+
 def test_a_node_that_leaves_is_no_voter_any_more() -> None:
     job = Office3().elected()
     job.follows("c")

@@ -1,14 +1,20 @@
 """A simulation of succession in one thread: the real voters, candidates and searches of a job, under random faults.
 
 Deterministic: a seed is a schedule.  The world stands in for network, clocks and job.  A connection delivers in order
-or breaks; in the mix with disorder, messages also arrive twice and in any order.  Processes are killed, frozen
-and started again, hosts lose their power, networks part in one or both directions, clocks run at different speeds, and
-in one mix they also jump.  The coordinator of the moment forms rounds at random.  Rules, at every step:
+or breaks; in the mixes with disorder, messages also arrive twice and in any order, and in one mix a voter also receives
+and answers what was sent to it over connections that it has left.  Processes are killed, frozen and started again,
+hosts lose their power, networks part in one or both directions, clocks run at different speeds, and in some mixes they
+also jump.  The coordinator of the moment forms rounds at random.  `reached` counts the faults that had an effect.
+Rules, at every step:
 
 1.  At most one process holds the office (not with jumping clocks, which break leases; all other rules hold then, too).
-2.  A new coordinator knows every committed round.  Rounds of a higher epoch have higher numbers, and no number is used
-    twice.  (If all agents of the list are started again at the same time, they start another job.)
-3.  A node starts rounds in the order of their numbers.
+2.  An epoch has one coordinator.  (If all agents of the list are started again at the same time, they start another
+    job; then the epochs and rounds of the old one do not count.)
+3.  A new coordinator knows every committed round.  Rounds of a higher epoch have higher numbers, and no number is used
+    twice.
+4.  A node starts rounds in the order of their numbers.
+5.  A node that has left is no voter any more.
+6.  A coordinator that knows a newer one is not in office.
 
 Faults stop at some time.  If a majority of the newest electorate is alive then, with a candidate, all nodes follow one
 coordinator and a round of all of them is committed within `REST_TIMEOUT_S`.
@@ -17,6 +23,7 @@ coordinator and a round of all of them is committed within `REST_TIMEOUT_S`.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -47,6 +54,7 @@ class Mix:
     name: str
     faults: dict[str, int]
     disorder: bool = False
+    stale: bool = False  # voters receive messages of connections that they have left
     clocks_jump: bool = False
     latency: float = 0.03  # of a message, at most; above 0.03, some pairs of hosts have it, and others do not
     patience: float = 1.0  # how long agents wait at a candidate, as a factor
@@ -67,7 +75,9 @@ MIXES = (
     Mix("candidates compete", PROCESSES | NETWORK | {"form": 20}, latency=0.4, patience=0.15),
     Mix("messages are slow", PROCESSES | NETWORK | {"form": 40, "cut_leader": 8}, disorder=True, latency=0.8),
     Mix("rounds change quickly", NETWORK | {"form": 60, "kill_leader": 6, "join": 6, "leave": 4, "freeze_leader": 4}),
-)
+    Mix("connections overlap", NETWORK | {"form": 20, "kill_leader": 4, "freeze_leader": 4, "part": 8}, disorder=True,
+        stale=True, latency=0.8, patience=0.15),
+)  # fmt: skip
 
 
 class Join(Struct, frozen=True):
@@ -86,7 +96,7 @@ class Assign(Struct, frozen=True):
 class Connection:
     """From a client to a server, which may be one process.  The pairs are of the client's and the server's end."""
 
-    __slots__ = ("client", "is_closed_by_server", "last_received", "server", "times")
+    __slots__ = ("arrived", "client", "is_closed_by_server", "last_received", "sent", "server", "times")
 
     def __init__(self, client: "Process", server: "Process", now: float) -> None:
         self.client = client
@@ -94,6 +104,8 @@ class Connection:
         self.is_closed_by_server = False
         self.last_received = [now, now]
         self.times = [now, now]  # when the last message to this end arrives
+        self.sent = [0, 0]  # the number of messages to this end
+        self.arrived = [0, 0]  # the number of the last one that arrived
 
     def end(self, of: int) -> "Process":
         return self.server if of == SERVER else self.client
@@ -132,6 +144,9 @@ class Process:
 class SuccessionWorld:
     """One schedule."""
 
+    process_type = Process
+    disordered: tuple[type, ...] = (Follow, Promise, Renewed, Canvass, Office, Renew, Redirect, Assign)
+
     def __init__(self, seed: int, trace: Callable[[str], None] | None = None) -> None:
         self.trace = trace
         self.random = random = Random(seed)
@@ -145,6 +160,9 @@ class SuccessionWorld:
         self.off: set[int] = set()  # hosts without power
         self.processes: dict[int, Process] = {}  # by host
         self.announced: dict[int, int] = {}  # round: epoch
+        self.coordinators: dict[int, str] = {}  # by epoch
+        self.officers: dict[str, Process] = {}  # who think that they are in office
+        self.reached: Counter[str] = Counter()
         self.latency, self.patience = self.mix.latency, self.mix.patience
         self.latencies: dict[tuple[int, int], float] = {}
         self.is_calm, self.calm_at = False, 0.0
@@ -173,7 +191,7 @@ class SuccessionWorld:
             require(self.steps < MAX_STEPS, "busy loop: too many steps")
             if do(*args):
                 return
-            if not self.mix.clocks_jump:
+            if len(self.officers) > 1:
                 self._check_one_office()
 
     def note(self, text: str) -> None:
@@ -184,10 +202,11 @@ class SuccessionWorld:
         return self.now * process.rate + process.offset
 
     def _check_one_office(self) -> None:
-        officers = [p for p in self.processes.values() if p.candidate and p.candidate.in_office and p.alive]
-        if len(officers) > 1:
-            holders = [p.name for p in officers if p.candidate and p.candidate.holds_office(self.clock(p))]
-            require(len(holders) <= 1, f"{holders} hold the office")
+        """Rule 1."""
+        holders = [p.name for p in self.officers.values() if p.candidate and p.candidate.holds_office(self.clock(p))]
+        self.reached["two coordinators"] += 1
+        self.reached["two coordinators by their clocks"] += len(holders) > 1
+        require(len(holders) <= 1 or self.mix.clocks_jump, f"{holders} hold the office")
 
     # faults -----------------------------------------------------------------------------------------------------------
 
@@ -196,7 +215,9 @@ class SuccessionWorld:
         if (old and old.alive) or host in self.off:
             return
         self.names += 1
-        process = self.processes[host] = Process(f"n{host}.{self.names}", host, self.seats, self.now, self.random)
+        process = self.processes[host] = self.process_type(
+            f"n{host}.{self.names}", host, self.seats, self.now, self.random
+        )
         self.note(f"{process.name} starts")
         self._connect(process)
 
@@ -213,6 +234,7 @@ class SuccessionWorld:
         leader = self._leader()
         victim = leader if kind.endswith("_leader") and leader else random.choice(living)
         self.note(f"*** {kind} {victim.name}")
+        self.reached[kind] += 1
         long = self.now + random.random() * random.choice((0.5, 2.0, 8.0))
         hosts = range(self.hosts)
         match kind.removesuffix("_leader"):
@@ -258,7 +280,7 @@ class SuccessionWorld:
             case "heal":
                 self.blocked.clear()
             case "reset":
-                if victim.connection:
+                if victim.connection and victim.frozen_until <= self.now:
                     self._close(victim.connection, CLIENT)
                     self._lost(victim, victim.connection, is_silent=False)
             case "join":
@@ -267,6 +289,8 @@ class SuccessionWorld:
                     self._start(self.hosts - 1)
             case "clock":
                 victim.offset += random.uniform(-5, 5)
+                self.reached["clock of a coordinator jumps"] += victim is leader
+                self.reached["clock of a bound voter jumps"] += victim.voter.promised > 0
             case "form":
                 if leader:
                     self._form(leader)
@@ -276,10 +300,22 @@ class SuccessionWorld:
             self.blocked[one, other] = max(until, self.blocked.get((one, other), 0.0))
 
     def _is_blocked(self, one: int, other: int) -> bool:
-        return self.blocked.get((one, other), 0.0) > self.now
+        is_blocked = self.blocked.get((one, other), 0.0) > self.now
+        if is_blocked:
+            self.reached["blocked"] += 1
+            self.reached["blocked in one direction"] += self.blocked.get((other, one), 0.0) <= self.now
+            self.reached["blocked in part"] += any(
+                max(self.blocked.get((one, third), 0.0), self.blocked.get((third, other), 0.0)) <= self.now
+                for third in range(self.hosts)
+                if third not in (one, other)
+            )
+        return is_blocked
 
     def _kill(self, process: Process) -> None:
         process.alive = False
+        if self.officers.pop(process.name, None) and process.candidate:
+            self.reached["coordinator dies"] += 1
+            self.reached["successor dies before it is settled"] += not process.candidate.is_settled
         if process.host not in self.off:
             for connection in process.incoming.values():
                 self._close(connection, SERVER)
@@ -296,6 +332,7 @@ class SuccessionWorld:
 
     def _thaw(self, process: Process) -> None:
         backlog, process.backlog = process.backlog, []
+        self.reached["paused process resumes with messages"] += bool(backlog)
         if process.alive:
             self._arm(process)
             for do, args in backlog:
@@ -339,6 +376,9 @@ class SuccessionWorld:
             return f"no coordinator, and {sorted(names)} could elect one: {newest}"
         if any(not p.is_accepted or p.leader[1] != leader.name for p in living):
             return f"not all follow {leader.name}: {[(p.name, p.leader) for p in living]}"
+        return self._reason_rounds_differ(leader, living)
+
+    def _reason_rounds_differ(self, leader: Process, living: list[Process]) -> str:
         if {p.round for p in living} != {(leader.candidate and leader.candidate.epoch, leader.highest)}:
             return f"not all run one round: {[(p.name, p.round) for p in living]}"
         return ""
@@ -347,14 +387,16 @@ class SuccessionWorld:
 
     def _form(self, leader: Process, *, everybody: bool = False) -> None:
         assert leader.candidate
-        if leader.frozen_until > self.now or not leader.candidate.holds_office(self.clock(leader)):
+        if not leader.alive or leader.frozen_until > self.now or not leader.candidate.holds_office(self.clock(leader)):
             return
-        if any(leader.incoming.keys() >= set(members) for members in leader.proposed.values()):
+        is_pending = any(leader.incoming.keys() >= set(members) for members in leader.proposed.values())
+        if is_pending and (everybody or self.random.random() < 0.5):
             return
         present = sorted(leader.joined & leader.incoming.keys())
         if everybody and len(present) < len(self._living()):
             return
-        members = present if everybody else [name for name in present if self.random.random() < 0.8] or present[:1]
+        share = 1.0 if everybody else self.random.choice((0.4, 0.8))
+        members = [name for name in present if self.random.random() < share] or present[:1]
         if not members:
             return
         leader.highest += 1
@@ -373,10 +415,33 @@ class SuccessionWorld:
             )
             require(self.mix.clocks_jump or other < round, f"round {round} is committed after round {other}")
         self.announced[round] = epoch
+        self._release(leader, round)
+        leader.proposed = {later: members for later, members in leader.proposed.items() if later > round}
+
+    def _release(self, leader: Process, round: int) -> None:
+        """The round is committed: send it."""
+        assert leader.candidate
         for name in leader.proposed[round]:
             if connection := leader.incoming.get(name):
-                self._send(connection, CLIENT, Assign(epoch, round))
-        leader.proposed = {later: members for later, members in leader.proposed.items() if later > round}
+                self._send(connection, CLIENT, Assign(leader.candidate.epoch, round))
+
+    def _lead(self, process: Process, lead: Lead) -> None:
+        """The process is in office.  This method and those below it are for `succession_job_world.py`."""
+
+    def _stop_leading(self, process: Process) -> None:
+        """It is in office no longer."""
+
+    def _admit(self, process: Process, node: str) -> None:
+        """The coordinator accepts the messages of this node."""
+
+    def _detach(self, process: Process, node: str) -> None:
+        """The connection of this node to a candidate has ended."""
+
+    def _renew(self, process: Process, node: str) -> None:
+        """A heartbeat of this node has arrived."""
+
+    def _disconnect(self, process: Process) -> None:
+        """The agent has lost its coordinator."""
 
     def _execute(self, process: Process, commands: list[CandidateCommand]) -> None:
         for command in commands:
@@ -384,6 +449,10 @@ class SuccessionWorld:
                 self.note(f"{process.name}: {command}")
             match command:
                 case SendTo(node, message):
+                    if isinstance(message, Office):
+                        holder = self.coordinators.setdefault(message.epoch, process.name)
+                        require(holder == process.name, f"{holder} and {process.name} have epoch {message.epoch}")
+                        self._admit(process, node)
                     if connection := process.incoming.get(node):
                         self._send(connection, CLIENT, message)
                 case Lead(epoch, round):
@@ -400,20 +469,29 @@ class SuccessionWorld:
                         knows = any(p.candidate and not p.voter.electorate.is_first for p in self._living())
                         self.is_another_job |= bool(self.announced) and not knows
                         self.announced.clear()
+                        self.coordinators.clear()
                     lost = [r for r, of in self.announced.items() if r > round and of < epoch]
                     require(
                         not lost or self.is_another_job,
                         f"{process.name} leads from round {round}, and does not know {lost}",
                     )
+                    self._lead(process, command)
                 case StepDown(why):
                     has_settled = self.is_calm and self.now > self.calm_at + 5 * LEASE_S
                     require(not (has_settled and "renew" in why), f"{process.name} steps down without a fault: {why}")
                     process.joined, process.proposed = set(), {}
+                    self._stop_leading(process)
                     for connection in process.incoming.values():
                         self._close(connection, SERVER)
                     process.incoming = {}
                 case Announce(round):
                     self._announce(process, round)
+        if process.candidate and process.candidate.in_office:
+            epoch, known = process.candidate.epoch, process.candidate.electorate.epoch
+            require(epoch == known, f"{process.name} leads epoch {epoch}, and knows {known}")
+            self.officers[process.name] = process
+        else:
+            self.officers.pop(process.name, None)
         self._arm(process)
 
     # messages ---------------------------------------------------------------------------------------------------------
@@ -425,27 +503,38 @@ class SuccessionWorld:
         when = max(
             self.now + self.random.random() * self.latencies[pair], self.blocked.get((sender.host, receiver.host), 0.0)
         )
-        if self.mix.disorder and not isinstance(message, Join | Left):
-            when += self.random.random() * self.random.choice((0.01, 0.4))
+        connection.sent[to] = number = connection.sent[to] + 1
+        if self.mix.disorder and isinstance(message, self.disordered):
+            when += self.random.random() * (0.02 if self.is_calm else self.random.choice((0.01, 0.4)))
             if self.random.random() < 0.1:
-                self.at(when + self.random.random() * 0.5, self._arrive, connection, to, message)
+                self.at(when + self.random.random() * 0.5, self._arrive, connection, to, message, number)
         else:
             when = connection.times[to] = max(when, connection.times[to])
-        self.at(when, self._arrive, connection, to, message)
+        self.at(when, self._arrive, connection, to, message, number)
 
-    def _arrive(self, connection: Connection, to: int, message: Any) -> None:
+    def _arrive(self, connection: Connection, to: int, message: Any, number: int) -> None:
         receiver = connection.end(to)
         if not receiver.alive:
             return
         if receiver.frozen_until > self.now:
-            receiver.backlog.append((self._arrive, (connection, to, message)))
+            receiver.backlog.append((self._arrive, (connection, to, message, number)))
             return
         connection.last_received[to] = self.now
-        if to == SERVER:
-            if receiver.incoming.get(connection.client.name) is connection:
+        is_current = receiver.incoming.get(connection.client.name) if to == SERVER else receiver.connection
+        if is_current is connection:
+            if number <= connection.arrived[to]:
+                self.reached["message arrives twice or late"] += 1
+            connection.arrived[to] = number
+            if to == SERVER:
                 self._at_server(receiver, connection.client.name, message)
-        elif receiver.connection is connection:
-            self._at_client(receiver, message)
+            else:
+                self._at_client(receiver, message)
+        elif to == CLIENT and self.mix.stale and isinstance(message, Canvass | Renew):
+            self.reached["message of a connection that was left"] += 1
+            for command in receiver.voter.on(message, self.clock(receiver)):
+                if isinstance(command, Reply):
+                    self._send(connection, SERVER, command.message)
+            self._arm(receiver)
 
     def _at_server(self, process: Process, node: str, message: Any) -> None:
         assert process.candidate
@@ -453,12 +542,26 @@ class SuccessionWorld:
         match message:
             case Follow() | Promise() | Renewed():
                 self._execute(process, process.candidate.on_message(node, message, now))
-            case Join(newest) if process.candidate.holds_office(now):
+            case _:
+                self._at_coordinator(process, node, message)
+
+    def _at_coordinator(self, process: Process, node: str, message: Any) -> None:
+        assert process.candidate
+        if not process.candidate.holds_office(self.clock(process)):
+            return
+        match message:
+            case Join(newest):
                 process.joined.add(node)
                 process.highest = max(process.highest, newest)
-            case Left() if process.candidate.holds_office(now):
+            case Left():
                 process.joined.discard(node)
-                self._execute(process, process.candidate.on_left(node, now))
+                self._remove_voter(process, node)
+
+    def _remove_voter(self, process: Process, node: str) -> None:
+        assert process.candidate
+        self._execute(process, process.candidate.on_left(node, self.clock(process)))
+        voters = process.candidate.electorate.voters
+        require(node not in voters or voters == (node,), f"{node} has left and is a voter: {voters}")
 
     def _at_client(self, process: Process, message: Any) -> None:
         now, target = self.clock(process), process.search.target
@@ -475,11 +578,21 @@ class SuccessionWorld:
                 if not process.is_accepted:
                     delay = process.search.on_redirected(address.port)
                     self.at(self.now + delay, self._redirected, process, process.connection)
-            case Assign(epoch, round) if process.is_accepted and round > process.newest:
-                require(epoch >= process.round[0], f"{process.name} starts {epoch}:{round} after {process.round}")
-                process.newest = round
-                process.round = (epoch, round)
+            case _ if process.is_accepted:
+                self._at_agent(process, message)
         self._arm(process)
+
+    def _at_agent(self, process: Process, message: Any) -> None:
+        if isinstance(message, Assign) and message.round > process.newest:
+            epoch, round = message.epoch, message.round
+            require(epoch >= process.round[0], f"{process.name} starts {epoch}:{round} after {process.round}")
+            process.newest = round
+            process.round = (epoch, round)
+
+    def _join(self, process: Process) -> None:
+        """The peer is the coordinator.  It may have been elected again."""
+        if process.connection:
+            self._send(process.connection, SERVER, Join(process.newest))
 
     def _vote(self, process: Process, commands: list[VoterCommand]) -> None:
         for command in commands:
@@ -494,7 +607,7 @@ class SuccessionWorld:
                         process.is_accepted = True
                         process.search.on_accepted()
                         self._set_leader(process, process.connection.server)
-                    self._send(process.connection, SERVER, Join(process.newest))
+                    self._join(process)
 
     def _set_leader(self, process: Process, leader: Process | None) -> None:
         if process.candidate:
@@ -525,6 +638,7 @@ class SuccessionWorld:
             if old:
                 assert server.candidate
                 server.candidate.on_disconnected(process.name)
+                self._detach(server, process.name)
             self._send(connection, SERVER, process.voter.follow())
             wait = process.search.waiting_time() * self.patience * self.random.uniform(0.8, 1.2)
             self.at(self.now + wait, self._waited, process, connection)
@@ -559,8 +673,11 @@ class SuccessionWorld:
         process.voter.on_disconnected()
         if process.is_accepted:
             process.is_accepted = False
+            if is_silent:
+                process.voter.on_silent(process.leader[1])
             process.search.on_lost(is_silent=is_silent)
             self._set_leader(process, None)
+            self._disconnect(process)
             delay = 0.0
         else:
             delay = process.search.on_failed()
@@ -584,6 +701,7 @@ class SuccessionWorld:
             at.joined.discard(connection.client.name)
             assert at.candidate
             at.candidate.on_disconnected(connection.client.name)
+            self._detach(at, connection.client.name)
 
     def _heartbeat(self, connection: Connection) -> None:
         client, server = connection.client, connection.server
@@ -593,6 +711,7 @@ class SuccessionWorld:
         is_up = client.alive and server.alive and max(client.frozen_until, server.frozen_until) <= self.now
         if is_up and not self._is_blocked(client.host, server.host) and is_current:
             connection.last_received[SERVER] = self.now
+            self._renew(server, client.name)
             if not self._is_blocked(server.host, client.host) and not connection.is_closed_by_server:
                 connection.last_received[CLIENT] = self.now
         if is_current and client.frozen_until <= self.now and self.now - connection.last_received[CLIENT] >= LEASE_S:
@@ -606,15 +725,20 @@ class SuccessionWorld:
     # timers -----------------------------------------------------------------------------------------------------------
 
     def _arm(self, process: Process) -> None:
-        times = [process.voter.deadline(), process.candidate.deadline() if process.candidate else None]
-        due = min((t for t in times if t is not None), default=None)
-        if due is None:
+        when = self._deadline(process)
+        if when is None:
             process.timer = None
             return
-        when = max(self.now, (due - process.offset) / process.rate + 1e-6)
+        when = max(self.now, when + 1e-6)
         if process.timer is None or process.timer <= self.now or when < process.timer:
             process.timer = when
             self.at(when, self._tick, process, when)
+
+    def _deadline(self, process: Process) -> float | None:
+        """The time of the next tick."""
+        times = [process.voter.deadline(), process.candidate.deadline() if process.candidate else None]
+        due = min((t for t in times if t is not None), default=None)
+        return None if due is None else (due - process.offset) / process.rate
 
     def _tick(self, process: Process, when: float) -> None:
         if process.timer != when or not process.alive:
@@ -627,7 +751,11 @@ class SuccessionWorld:
         self._vote(process, process.voter.on_tick(now))
         if process.candidate:
             self._execute(process, process.candidate.on_tick(now))
+        self._tick_job(process)
         self._arm(process)
+
+    def _tick_job(self, process: Process) -> None:
+        """The time of a tick."""
 
 
 def _can_elect(electorate: Electorate, names: set[str], *, is_in_office: bool) -> bool:
@@ -639,14 +767,17 @@ def _can_elect(electorate: Electorate, names: set[str], *, is_in_office: bool) -
 
 def check(seed: int) -> None:
     """Run one schedule; a violation has the transcript and the command to print all of it."""
+    check_world(SuccessionWorld, seed, __name__)
+
+
+def check_world(world: Callable[..., Any], seed: int, module: str) -> None:
     try:
-        SuccessionWorld(seed).run()
+        world(seed).run()
     except Exception as error:
         lines: list[str] = []
         with suppress(Exception):
-            SuccessionWorld(seed, lines.append).run()
+            world(seed, lines.append).run()
         shown = "\n".join(lines[-120:])
-        module = "tests.simulation.succession_world"
         raise Violation(
             f"schedule {seed}: {error}\n{shown}\nthe whole transcript: python -m {module} {seed}"
         ) from error

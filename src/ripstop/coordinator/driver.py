@@ -11,7 +11,6 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from msgspec.structs import replace
 import ripstop
 from ripstop.api.replies import HistoryColumns, Usage
 from ripstop.coordinator import job_types
+from ripstop.coordinator.commit_queue import CommitQueue
 from ripstop.coordinator.job import Job
 from ripstop.coordinator.job_types import JobInput, JobSettings, Predecessor
 from ripstop.coordinator.stragglers import Stragglers
@@ -77,7 +77,8 @@ class Coordinator:
 
     `may_decide` is checked before every decision: a coordinator that has lost its leadership does nothing.  Events go
     to the job's journal, and from there to `totals` and `sinks`.  With `propose`, a new round and all that follows is
-    sent only after `announce`: `propose` gets the round and its nodes, the lowest rank first.
+    sent only after `announce`: `propose` gets the round and its nodes, the lowest rank first.  When that round is over,
+    `withdraw` returns the newest round that is or may still be committed.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Coordinator:
         *,
         predecessor: Predecessor | None = None,
         propose: Callable[[int, tuple[str, ...]], None] | None = None,
+        withdraw: Callable[[], int] = lambda: 0,
     ) -> None:
         self.settings = settings
         self._loop = asyncio.get_running_loop()
@@ -95,7 +97,8 @@ class Coordinator:
         self._job = Job(settings, self._last_event_time, predecessor)
         self._propose = propose
         self._proposed_round = predecessor.round if predecessor else 0
-        self._held: deque[int | tuple[Session, FromCoordinator | None]] = deque()  # proposed rounds, and what follows
+        self._withdraw = withdraw
+        self._queue = CommitQueue[Session]()
         self._may_decide = may_decide
         self._sessions: dict[str, Session] = {}
         self._queries: dict[int, tuple[str, asyncio.Future[str]]] = {}  # by number: the node, and its reply
@@ -265,7 +268,7 @@ class Coordinator:
     def stop(self) -> None:
         """Cancel the timer and close all connections; the coordinator decides nothing afterwards."""
         self._may_decide = lambda: False
-        self._held.clear()
+        self._queue.clear()
         self._disarm()
         self._sampling_timer.cancel()
         for node, session in self._sessions.items():
@@ -294,17 +297,19 @@ class Coordinator:
         commands = self._job.on(event, self._now())
         if self._propose is not None and self._job.phase is Phase.RUNNING and self._job.round > self._proposed_round:
             self._proposed_round = self._job.round
-            self._held.append(self._job.round)
+            self._queue.propose(self._job.round)
             self._propose(self._job.round, tuple(self._job.places))
+        elif self._propose is not None and self._job.phase is not Phase.RUNNING and not self._queue.is_empty:
+            self._send_all(self._queue.withdraw(self._withdraw()))
         for command in commands:
             match command:
                 case job_types.Send(node, message):
                     if session := self._sessions.get(node):
-                        self._send_or_hold(session, message)
+                        self._send_all(self._queue.push(session, message))
                 case job_types.Disconnect(node):
                     if session := self._sessions.pop(node, None):
                         self._fail_queries(node)
-                        self._send_or_hold(session, None)
+                        self._send_all(self._queue.push(session, None))
                 case job_types.RecordEvent(recorded):
                     self.record(recorded, logging.DEBUG if self._is_logged_by_own_agent(recorded) else logging.INFO)
                 case job_types.JobEnded(report):
@@ -318,18 +323,10 @@ class Coordinator:
 
     def announce(self, round: int) -> None:
         """The proposed round is committed: send it, and what follows up to the next proposed round."""
-        while self._held:
-            match self._held[0]:
-                case int(proposed) if proposed > round:
-                    return
-                case session, message:
-                    self._send_or_close(session, message)
-            self._held.popleft()
+        self._send_all(self._queue.commit(round))
 
-    def _send_or_hold(self, session: Session, message: FromCoordinator | None) -> None:
-        if self._held:
-            self._held.append((session, message))
-        else:
+    def _send_all(self, messages: list[tuple[Session, FromCoordinator | None]]) -> None:
+        for session, message in messages:
             self._send_or_close(session, message)
 
     def _send_or_close(self, session: Session, message: FromCoordinator | None) -> None:

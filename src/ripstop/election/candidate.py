@@ -5,15 +5,17 @@ over a connection, like all others.  The two share what they know of the elector
 
 1.  A candidate asks for promises if its own agent has no coordinator, and the agents connected here could elect it.
 2.  It is the coordinator with promises of the newest electorate that it knows: a majority of the voters, and of the
-    outgoing voters if a change is pending.  Before the first round it needs all addresses.
+    outgoing voters if a change is pending.  Before the first round it needs all addresses.  Its own agent must not be
+    bound to another candidate, also if it is no voter: that one may need its address.
 3.  The office ends, by its own clock, before voters may promise to another: the majorities of rule 2 must have renewed
     it.  The time counts from the moment a renewal was requested, and is shorter than the lease by `LEASE_MARGIN`.
 4.  A new coordinator first makes the electorate that it inherited its own: a majority confirms it in the new epoch.  It
     changes nothing before that.
 5.  A round is committed, and only then announced, when a majority of its voters and a majority of the voters before it
     have confirmed it.  One change is pending at a time.  It begins when a majority of the new voters has renewed the
-    office, so that the office does not end with it.
-6.  A node that has left is no voter any more, without a vote: it never promises again, so all majorities still overlap.
+    office, so that the office does not end with it.  A round that ends before that is withdrawn.
+6.  A node that has left is no voter any more, without a vote: it followed this coordinator, so it has promised nobody a
+    higher epoch, and it never promises again.  So all majorities still overlap.
 7.  A coordinator that meets a higher epoch asks its voters for one above it.  It steps down if that epoch has a
     coordinator.
 """
@@ -137,6 +139,14 @@ class Candidate:
         self._asked = set()
         return self._settle(now) if self.in_office else []
 
+    def withdraw(self) -> int:
+        """The coordinator has ended the round that it proposed: it is not committed, unless its change has begun.
+
+        Returns the newest round that is or may be committed.
+        """
+        self._proposal = None
+        return self.electorate.round
+
     def on_left(self, node: str, now: float) -> list[CandidateCommand]:
         """A node has left for good (rule 6)."""
         voters = tuple(n for n in self.electorate.voters if n != node)
@@ -208,7 +218,9 @@ class Candidate:
             return [SendTo(node, Redirect(self._leader))]
         was_asked = self._canvassed
         out = self._consider(now)
-        return out if self._canvassed != was_asked else self._ask(node, now)
+        if self._canvassed != was_asked:
+            return out
+        return self._ask(node, now) if self._canvassed >= self._least_epoch(follow) else []
 
     def _least_epoch(self, follow: Follow) -> int:
         """The lowest epoch that this agent may promise."""
@@ -247,6 +259,8 @@ class Candidate:
         known, names = self.electorate, self._names(self._promises)
         if not (known.has_majority(names) if self.in_office else known.can_elect(names)):
             return []
+        if not self.in_office and self._voter.is_bound_to_another(self._node, now):
+            return []  # rule 2; it asks again
         return self._take_office(now)
 
     def _take_office(self, now: float) -> list[CandidateCommand]:

@@ -183,6 +183,7 @@ class CandidateHost:
             self._sinks,
             predecessor=Predecessor(lead.round, lead.former, lead.is_lost),
             propose=self._propose,
+            withdraw=self._candidate.withdraw,
         )
         self.coordinator = coordinator
         coordinator.ended.add_done_callback(self._on_ended)

@@ -82,6 +82,10 @@ class Voter:
         self._wants_canvass = False
         return [Reply(self.follow())]
 
+    def is_bound_to_another(self, node: str, now: float) -> bool:
+        """Whether this agent is bound to another candidate than this one."""
+        return node != self.promised_to and now < self._bound_until
+
     def deadline(self) -> float | None:
         """The time of the next `on_tick`, if one is needed."""
         return self._bound_until if self._wants_canvass else None
