@@ -41,6 +41,7 @@ from ripstop.agent.machine_io import (
     WorkersUnkillable,
 )
 from ripstop.agent.machine_state import AgentSettings, WorkersState, signal_name
+from ripstop.agent.machine_status import activity, reason_not_ready
 from ripstop.model.config import Timing
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.round import Address, Node, Outcome, Place
@@ -127,24 +128,24 @@ def running_agent(round: int = 1, rank: int = 1) -> Agent:
 
 def test_the_activity_of_a_node_from_its_start_to_its_end() -> None:
     agent = Agent(AgentSettings(NODE, 1, 4, TIMING))
-    assert agent.activity().kind is ActivityKind.WARMING_UP
+    assert activity(agent).kind is ActivityKind.WARMING_UP
     agent.on(WarmupDone(), 0.0)
-    assert agent.activity() == Activity(ActivityKind.CONNECTING, limit=100.0)
+    assert activity(agent) == Activity(ActivityKind.CONNECTING, limit=100.0)
     agent.on(CoordinatorConnected("host-a"), 0.0)
     agent.on(HealthChecked((FULL,)), 0.0)
-    assert agent.activity() == Activity(ActivityKind.UNHEALTHY, FULL.text, 100.0)
+    assert activity(agent) == Activity(ActivityKind.UNHEALTHY, FULL.text, 100.0)
     agent.on(HealthChecked(()), 0.0)
-    assert agent.activity() == Activity(ActivityKind.WAITING)
+    assert activity(agent) == Activity(ActivityKind.WAITING)
     agent.on(CoordinatorMessage(StandBy(0, "1 of 2")), 0.0)
-    assert agent.activity() == Activity(ActivityKind.WAITING, "1 of 2")
+    assert activity(agent) == Activity(ActivityKind.WAITING, "1 of 2")
     agent.on(assign(1), 1.0)
-    assert agent.activity() == Activity(ActivityKind.TRAINING, round=1)
+    assert activity(agent) == Activity(ActivityKind.TRAINING, round=1)
     agent.on(assign(2), 2.0)
-    assert agent.activity() == Activity(ActivityKind.STOPPING, limit=30.0, round=1)
+    assert activity(agent) == Activity(ActivityKind.STOPPING, limit=30.0, round=1)
     agent.on(WorkersStopped(1), 3.0)
-    assert agent.activity() == Activity(ActivityKind.TRAINING, round=2)
+    assert activity(agent) == Activity(ActivityKind.TRAINING, round=2)
     agent.on(WorkersSucceeded(2), 4.0)
-    assert agent.activity().kind is ActivityKind.CLOSING
+    assert activity(agent).kind is ActivityKind.CLOSING
 
 
 # joining --------------------------------------------------------------------------------------------------------------
@@ -742,22 +743,22 @@ def test_an_agent_without_workers_of_the_round_reports_an_empty_inspection() -> 
 
 def test_a_node_is_ready_when_it_is_warm_connected_and_healthy_or_its_workers_run() -> None:
     agent = Agent(AgentSettings(NODE, 2, 2, TIMING))
-    assert agent.reason_not_ready() == "the node is warming up"
+    assert reason_not_ready(agent) == "the node is warming up"
     on(agent, WarmupDone())
     on(agent, CoordinatorLost("host-b:29400: connection refused"))
-    assert agent.reason_not_ready() == "the node has no coordinator: host-b:29400: connection refused"
+    assert reason_not_ready(agent) == "the node has no coordinator: host-b:29400: connection refused"
     on(agent, CoordinatorConnected("host-a"))
-    assert agent.reason_not_ready() == "the first health check is not complete"
+    assert reason_not_ready(agent) == "the first health check is not complete"
     on(agent, HealthChecked((FULL,)))
-    assert agent.reason_not_ready() == f"the node is unhealthy: {FULL.text}"
+    assert reason_not_ready(agent) == f"the node is unhealthy: {FULL.text}"
     on(agent, HealthChecked(()))
-    assert agent.reason_not_ready() == ""
+    assert reason_not_ready(agent) == ""
     on(agent, StorePortReady(7001))
     on(agent, assign(1))
     on(agent, CoordinatorLost("reset"))
-    assert agent.reason_not_ready() == "", "healthy workers continue"
+    assert reason_not_ready(agent) == "", "healthy workers continue"
     on(agent, SignalReceived(15))
-    assert agent.reason_not_ready() == "the node is leaving, or the job is over"
+    assert reason_not_ready(agent) == "the node is leaving, or the job is over"
 
 
 # workers that go on in place ------------------------------------------------------------------------------------------

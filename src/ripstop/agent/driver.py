@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 import ripstop
+from ripstop.agent import machine_status
 from ripstop.agent.activity import Activity, ActivityKind
 from ripstop.agent.activity_reporter import ActivityReporter
 from ripstop.agent.event_recorder import EventRecorder
@@ -171,11 +172,11 @@ class Driver:
 
     def reason_not_ready(self) -> str:
         """Why this agent cannot work for its job now; "" if it can."""
-        return self._machine.reason_not_ready()
+        return machine_status.reason_not_ready(self._machine)
 
     def _activity(self) -> tuple[Activity, bool]:
         """What this node does, and whether a live line can show it.  Only the node of rank 0 logs its steps."""
-        activity = self._machine.activity()
+        activity = machine_status.activity(self._machine)
         is_shown = self._console.live is not None and not self._runner.workers_have_terminal
         match activity.kind:
             case ActivityKind.CONNECTING:

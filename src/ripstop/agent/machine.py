@@ -27,7 +27,6 @@
 from msgspec.structs import replace
 
 from ripstop.agent import machine_status
-from ripstop.agent.activity import Activity
 from ripstop.agent.health.assessment import HealthProblem
 from ripstop.agent.machine_io import (
     AgentCommand,
@@ -144,14 +143,6 @@ class Agent:
             timeout = self.coordinator_timeout()
             times.append(self._waiting_since + (timeout if self._is_wait_logged else min(WAIT_LOG_DELAY_S, timeout)))
         return min(times, default=None)
-
-    def reason_not_ready(self) -> str:
-        """Why this node cannot work for its job now; "" while its workers run or could start immediately."""
-        return machine_status.reason_not_ready(self)
-
-    def activity(self) -> Activity:
-        """What this node does, as far as the machine knows it."""
-        return machine_status.activity(self)
 
     def coordinator_timeout(self) -> float:
         timing = self.settings.timing

@@ -16,24 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ripstop.agent import machine_io
 from ripstop.agent.activity import progress_text
 from ripstop.agent.event_recorder import EventRecorder
-from ripstop.agent.machine_io import (
-    AgentInput,
-    FirstCommit,
-    LastCommitDone,
-    StateLost,
-    StorePortReady,
-    WorkerLeft,
-    WorkerLostPeer,
-    WorkerReformed,
-    WorkerRegistered,
-    WorkersFailed,
-    WorkersInspected,
-    WorkersStopped,
-    WorkersSucceeded,
-    WorkersUnkillable,
-)
 from ripstop.agent.query_handler import Workers
 from ripstop.agent.recovery_clock import RecoveryClock
 from ripstop.agent.round_state import Round
@@ -82,7 +67,7 @@ class RoundRunner:
         node: str,
         recorder: EventRecorder,
         send_replicated: Callable[[Replicated], None],
-        report: Callable[[AgentInput], None],
+        report: Callable[[machine_io.AgentInput], None],
         run_task: Callable[[Coroutine[None, None, None]], Any],
         console: Console,
         logs_source: LogsSource | None,
@@ -114,15 +99,15 @@ class RoundRunner:
         self._specs = WorkerSpecs(config, environ, self._reports.path)
         self._elastic = ElasticWorkers(
             find_worker=self._find_worker,
-            on_registered=partial(self._on_elastic, WorkerRegistered),
-            on_left=partial(self._on_elastic, WorkerLeft),
+            on_registered=partial(self._on_elastic, machine_io.WorkerRegistered),
+            on_left=partial(self._on_elastic, machine_io.WorkerLeft),
             on_reformed=self._on_reformed,
-            on_peer_lost=lambda round: report(WorkerLostPeer(round)),
+            on_peer_lost=lambda round: report(machine_io.WorkerLostPeer(round)),
         )
         self._state_memory = StateMemory(self._reports.path, self._identify_worker, self._saver, self._elastic)
-        self._state_memory.on_first_commit = lambda round: report(FirstCommit(round))
+        self._state_memory.on_first_commit = lambda round: report(machine_io.FirstCommit(round))
         self._state_memory.on_last_commits = self._on_last_commits
-        self._state_memory.on_lost = lambda round, why: report(StateLost(round, why))
+        self._state_memory.on_lost = lambda round, why: report(machine_io.StateLost(round, why))
         self.replication = Supervisor(config, node, self._state_memory, self._children, send_replicated)
         self._round: Round | None = None  # the one that runs, or ran last
         self._stores = StorePorts(environ, self._children, run_task, self._on_port_open)
@@ -188,7 +173,7 @@ class RoundRunner:
         self._stores.open(host, port, is_required=is_required)
 
     def _on_port_open(self, host: str, port: int) -> None:
-        self._report(StorePortReady(port, self.replication.port(host)))
+        self._report(machine_io.StorePortReady(port, self.replication.port(host)))
 
     # start ------------------------------------------------------------------------------------------------------------
 
@@ -270,7 +255,7 @@ class RoundRunner:
         round.old_files = [old.logs.files(rank) for rank in range(place.slots) if rank not in staying]
         group.discard([rank for rank in range(place.slots) if rank not in staying])
         for rank in set(kept) - staying:  # it has just exited
-            self._loop.call_soon(self._report, WorkerReformed(place.round, rank))
+            self._loop.call_soon(self._report, machine_io.WorkerReformed(place.round, rank))
         self._run_task(self._reform(round, group, logs, why, grace, old_store))
 
     async def _reform(
@@ -335,7 +320,7 @@ class RoundRunner:
             return
         self._on_started(round, group, "workers did not go on in place", began)
 
-    def _on_elastic(self, make_input: Callable[[int, int], AgentInput], pid: int) -> None:
+    def _on_elastic(self, make_input: Callable[[int, int], machine_io.AgentInput], pid: int) -> None:
         if (worker := self._worker(pid)) is not None:
             self._report(make_input(worker[0].place.round, worker[1]))
 
@@ -346,7 +331,7 @@ class RoundRunner:
     def _on_reformed(self, pid: int, number: int) -> None:
         if (worker := self._worker(pid)) is not None and worker[0].place.round == number:
             worker[0].reforming.discard(worker[1])
-            self._report(WorkerReformed(number, worker[1]))
+            self._report(machine_io.WorkerReformed(number, worker[1]))
             self._record_recovery(worker[0])
 
     def _record_start(self, round: Round, pids: tuple[int, ...], why: str, began: float) -> None:
@@ -369,13 +354,13 @@ class RoundRunner:
     def _on_start_failed(self, round: Round, error: StartError) -> None:
         place, why = round.place, str(error)
         if isinstance(error, UnkillableError):
-            self._report(WorkersUnkillable(place.round, why))
+            self._report(machine_io.WorkersUnkillable(place.round, why))
             return
         failed = events.WorkerFailed(place.round, place.first_rank, 0, f"could not be started: {why}")
         self._recorder.record(failed, level=logging.ERROR)
         failure = round.start_failure(why, time.time())
         self._recorder.record(to_event(failure))
-        self._report(WorkersFailed(place.round, (failure,)))
+        self._report(machine_io.WorkersFailed(place.round, (failure,)))
 
     # watch ------------------------------------------------------------------------------------------------------------
 
@@ -384,7 +369,7 @@ class RoundRunner:
 
         def on_hang(failures: tuple[Failure, ...], seconds: float) -> None:
             self._start_recovery_clock(seconds)
-            self._report(WorkersFailed(round.place.round, failures))
+            self._report(machine_io.WorkersFailed(round.place.round, failures))
 
         monitor = HangMonitor(
             subject, self._config.hang_timeout, self._recorder.record, on_hang, self._reports.ensure_socket
@@ -417,7 +402,7 @@ class RoundRunner:
     def _on_exit(self, round: Round, exit: Exit) -> None:
         number, rank = round.place.round, exit.local_rank
         if exit.exitcode == 0 and rank in round.reforming:
-            self._report(WorkerLeft(number, rank, has_exited=True))
+            self._report(machine_io.WorkerLeft(number, rank, has_exited=True))
             return
         error_file = round.logs.error_file(rank)
         wrote_error_file = exit.exitcode != 0 and error_file.exists()
@@ -426,7 +411,7 @@ class RoundRunner:
             round.monitor.on_worker_ended(rank)
         if kind is ExitKind.ALL_SUCCEEDED:
             self._recorder.record(events.WorkersSucceeded(number))
-            self._report(WorkersSucceeded(number))
+            self._report(machine_io.WorkersSucceeded(number))
         if kind is not ExitKind.FAILED:
             return
         self._start_recovery_clock(max(0.0, time.time() - exit.at))
@@ -439,7 +424,7 @@ class RoundRunner:
         if round.recorded_evidence < MAX_RECORDED:
             round.recorded_evidence += 1
             self._recorder.record(to_event(failure))
-        self._report(WorkersFailed(number, (failure,)))
+        self._report(machine_io.WorkersFailed(number, (failure,)))
 
     def _start_recovery_clock(self, seconds_ago: float = 0.0) -> RecoveryClock:
         """The clock of the current recovery; a new one starts at a failure `seconds_ago`."""
@@ -456,18 +441,18 @@ class RoundRunner:
                 failures = await round.monitor.inspect()
             except Exception as defect:
                 log.error("cannot inspect the workers of round %d: %r", number, defect)
-        self._report(WorkersInspected(number, failures))
+        self._report(machine_io.WorkersInspected(number, failures))
 
     # the last commit of a round ---------------------------------------------------------------------------------------
 
     def make_last_commit(self, number: int) -> None:
         slots = self._round.place.slots if self._round is not None else 0
         if why_not := self._state_memory.end_after_commit(number, slots):
-            self._report(LastCommitDone(number, why_not=why_not))
+            self._report(machine_io.LastCommitDone(number, why_not=why_not))
 
     def _on_last_commits(self, round: int, made: Mapping[str, MadeCommit]) -> None:
         commits = (LastCommit(name, each.id.number, needs_copies=not each.is_replicated) for name, each in made.items())
-        self._report(LastCommitDone(round, tuple(commits)))
+        self._report(machine_io.LastCommitDone(round, tuple(commits)))
 
     # stop -------------------------------------------------------------------------------------------------------------
 
@@ -498,10 +483,10 @@ class RoundRunner:
         for rank in range(round.place.slots):
             self._run_task(self._console.finish(round.logs.files(rank)))
         if why_not:
-            self._report(WorkersUnkillable(number, why_not))
+            self._report(machine_io.WorkersUnkillable(number, why_not))
             return
         now = self._loop.time()
         if self._recovery is not None:
             self._recovery.stopped_at = now
         self._recorder.record(events.WorkersStopped(number, now - began))
-        self._report(WorkersStopped(number))
+        self._report(machine_io.WorkersStopped(number))

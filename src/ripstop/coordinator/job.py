@@ -211,9 +211,8 @@ class Job:
             case messages.Stopped(failures):
                 self.failure_policy.add_failures(failures, self.round)
                 self.awaiting_stop.discard(node)
-            case messages.Replicated(round):
-                if round == self.round and node in self.places:  # rule 2
-                    self._on_replicated(node, message, now)
+            case messages.Replicated(round) if round == self.round and node in self.places:  # rule 2
+                self._on_replicated(node, message, now)
             case messages.Left(why):
                 self._remove(node, f"left: {why}", now, lost=False)
                 self.commands.append(Disconnect(node))
@@ -498,5 +497,4 @@ class Job:
         self.commands += [Send(name, messages.Assign(place, self.why)) for name, place in self.places.items()]
         waiting = self.membership.take_nodes_to_notify()
         left_out = [n for n in before if n not in self.places and n not in waiting]
-        why = f"spare: all {len(nodes)} places of round {self.round} are taken"
-        self._notify([*left_out, *waiting], why)
+        self._notify([*left_out, *waiting], f"spare: all {len(nodes)} places of round {self.round} are taken")
