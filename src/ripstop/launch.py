@@ -18,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 import ripstop
-from ripstop.agent.driver import Driver
+from ripstop.agent.driver import AgentDriver
 from ripstop.agent.machine_io import ExitAgent
 from ripstop.api import probe_server
 from ripstop.api.job_socket import JobSocket
@@ -53,7 +53,7 @@ from ripstop.transport.endpoint import Bound, bind, bind_first
 from ripstop.transport.link import InProcessLink, Link
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.processes import Children
-from ripstop.workers.saver import make_writable
+from ripstop.workers.saver_process import make_writable
 from ripstop.workers.spawner import Spawner, Starter
 
 log = logging.getLogger("ripstop")
@@ -153,7 +153,7 @@ async def run_agent(
         else:
             access = _connect_to_coordinator(parts, config, node)
         describe_wait: Callable[[], str] = access.coordinator.wait_text if access.coordinator is not None else str
-        driver = Driver(
+        driver = AgentDriver(
             config, node, spawner, access.link, directory, environ, logs_source, node_sinks, console, describe_wait
         )
         if access.failure is not None:

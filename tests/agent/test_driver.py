@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ripstop.agent import query_handler, store_ports
-from ripstop.agent.driver import Driver
+from ripstop.agent.driver import AgentDriver
 from ripstop.agent.machine_io import InspectWorkers, OpenStorePort
 from ripstop.agent.query_handler import MAX_OPEN_QUERIES
 from ripstop.logs.directory import LogDirectory
@@ -70,7 +70,7 @@ class NoWorkers:
 
 def with_agent(
     folder: Path,
-    scenario: Callable[[Driver, Coordinator], Coroutine[Any, Any, None]],
+    scenario: Callable[[AgentDriver, Coordinator], Coroutine[Any, Any, None]],
     health: HealthLimits | None = None,
 ) -> None:
     """Run an agent until the scenario is over; an error that ends the agent earlier is raised."""
@@ -80,7 +80,7 @@ def with_agent(
         coordinator = Coordinator()
         directory = LogDirectory(Logs(folder / "logs"), "test")
         environ = {"TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": ""}
-        driver = Driver(config, Node("a", "127.0.0.1", 1), NoWorkers(), coordinator, directory, environ)
+        driver = AgentDriver(config, Node("a", "127.0.0.1", 1), NoWorkers(), coordinator, directory, environ)
         agent = asyncio.create_task(driver.run())
         scene = asyncio.create_task(scenario(driver, coordinator))
         try:
@@ -101,7 +101,7 @@ def test_a_health_check_that_raises_does_not_end_the_agent_and_is_logged_once(
 ) -> None:
     checks = 0
 
-    async def scenario(driver: Driver, coordinator: Coordinator) -> None:
+    async def scenario(driver: AgentDriver, coordinator: Coordinator) -> None:
         enough = asyncio.Event()
 
         async def broken(skew: float | None) -> None:
@@ -125,7 +125,7 @@ def test_a_reply_too_large_for_a_message_is_an_error(tmp_path: Path, monkeypatch
 
     monkeypatch.setitem(query_handler.QUERIES, "quotes", quotes)
 
-    async def scenario(driver: Driver, coordinator: Coordinator) -> None:
+    async def scenario(driver: AgentDriver, coordinator: Coordinator) -> None:
         driver.on_message(Query(7, "quotes"))
         reply = await coordinator.receive(Reply)
         assert reply.number == 7 and "ask for less" in reply.error
@@ -136,7 +136,7 @@ def test_a_reply_too_large_for_a_message_is_an_error(tmp_path: Path, monkeypatch
 
 
 def test_a_query_beyond_the_limit_gets_an_error_immediately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(driver: Driver, coordinator: Coordinator) -> None:
+    async def scenario(driver: AgentDriver, coordinator: Coordinator) -> None:
         go = asyncio.Event()
 
         async def waiting(workers: object, details: object) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def test_workers_that_cannot_be_inspected_do_not_end_the_agent(tmp_path: Path, m
     async def fails() -> None:
         raise OSError(24, "Too many open files")
 
-    async def scenario(driver: Driver, coordinator: Coordinator) -> None:
+    async def scenario(driver: AgentDriver, coordinator: Coordinator) -> None:
         monitor = SimpleNamespace(inspect=fails, close=lambda: None)
         round = SimpleNamespace(place=SimpleNamespace(round=3), monitor=monitor, group=None)
         monkeypatch.setattr(driver._runner, "_round", round)
@@ -176,7 +176,7 @@ def test_a_store_port_that_cannot_be_opened_is_retried_unless_it_is_required(
     def fails(host: str, port: int) -> None:
         raise StartError("no port is free")
 
-    async def scenario(driver: Driver, coordinator: Coordinator) -> None:
+    async def scenario(driver: AgentDriver, coordinator: Coordinator) -> None:
         await coordinator.receive(Ready)
         with monkeypatch.context() as patch:
             patch.setattr(store_ports, "StorePort", fails)

@@ -19,7 +19,7 @@ from ripstop.model.events import CheckpointSaved, Event, FirstStep, StateRestore
 from ripstop.model.failure import Failure
 from ripstop.model.round import Address, Place
 from ripstop.system import linux
-from ripstop.workers.reports import CheckpointReport, CommitReport, RestoreReport, WorkerHeartbeat
+from ripstop.workers.report_socket import CheckpointReport, CommitReport, RestoreReport, WorkerHeartbeat
 
 PLACE = Place(1, 0, 1, 0, 1, 1, 0, 1, Address("127.0.0.1", 1), 0)
 DEADLINE = 20.0

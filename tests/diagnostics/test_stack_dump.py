@@ -21,7 +21,7 @@ from ripstop.model.failure import Failure
 from ripstop.model.round import Address, Place
 from ripstop.system import linux
 from ripstop.workers.processes import Children
-from ripstop.workers.reports import WorkerHeartbeat
+from ripstop.workers.report_socket import WorkerHeartbeat
 from ripstop.workers.spawner import ProcessSpec, Spawner
 from tests.e2e.harness import spied as can_spy
 from tests.e2e.harness import wait_until

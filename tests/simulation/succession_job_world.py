@@ -26,7 +26,7 @@ from ripstop.coordinator.job_types import JobSettings, Predecessor
 from ripstop.election.candidate import Lead
 from ripstop.model.config import Budget, QuarantineLimits, Timing
 from ripstop.model.failure import Failure
-from ripstop.model.memory import Memory
+from ripstop.model.job_memory import Memory
 from ripstop.model.operator_commands import DrainNode, OperatorCommand, RestartRound, ScaleJob
 from ripstop.model.round import Address, Node, Place
 from ripstop.model.status import Phase

@@ -8,9 +8,10 @@ from msgspec.structs import replace
 
 from ripstop.agent.machine import Agent
 from ripstop.coordinator import failure_policy, job, ranks, recovery
+from ripstop.coordinator.degraded_nodes import DegradedNodes
 from ripstop.coordinator.formation import Formation
 from ripstop.coordinator.job import Job
-from ripstop.coordinator.membership import DegradedNodes, Membership
+from ripstop.coordinator.membership import Membership
 from ripstop.coordinator.quarantine import Quarantine
 from ripstop.coordinator.restart_budget import Cause, RestartBudget, RestartDecision
 from ripstop.model.operator_commands import DrainNode, RestartRound

@@ -18,7 +18,7 @@ import pytest
 from msgspec.structs import replace
 
 from ripstop.coordinator.commit_queue import CommitQueue
-from ripstop.coordinator.memory import JobMemory
+from ripstop.coordinator.job_memory import JobMemory
 from ripstop.election import candidate as candidate_module
 from ripstop.election.candidate import Announce, Candidate
 from ripstop.election.search import Search

@@ -11,7 +11,7 @@ import pytest
 
 from ripstop.model.config import Checkpoints
 from ripstop.train import saver
-from ripstop.workers.saver import Save, Saver
+from ripstop.workers.saver_process import Save, Saver
 from ripstop.workers.state_memory import StateMemory, WorkerIdentity
 
 Result = TypeVar("Result")

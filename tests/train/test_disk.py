@@ -26,7 +26,7 @@ from ripstop.model.config import Checkpoints
 from ripstop.train import checkpoint_files, intervals, saver
 from ripstop.train import state as state_module
 from ripstop.train.agent_memory import AgentMemory
-from ripstop.workers.saver import Save, Saver
+from ripstop.workers.saver_process import Save, Saver
 from tests.train.conftest import RUN_ID, Agent, SaverInAThread
 from tests.train.test_state import equal, network, step
 

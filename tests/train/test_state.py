@@ -20,8 +20,8 @@ from ripstop import commit_memory, train
 from ripstop.train import content, reports
 from ripstop.train import state as state_module
 from ripstop.train.commit_buffer import CommitBuffer
-from ripstop.workers.reports import CommitReport, RestoreReport
-from ripstop.workers.reports import read as read_report
+from ripstop.workers.report_socket import CommitReport, RestoreReport
+from ripstop.workers.report_socket import read as read_report
 from tests.train.conftest import Agent
 
 

@@ -56,7 +56,7 @@ from ripstop.logs.directory import LogDirectory, LogsSource
 from ripstop.model.config import RunConfig
 from ripstop.model.events import AgentEnded, AgentMessage, AgentStarted, Sink, WarmedUp
 from ripstop.model.fault_injection import INJECT_QUERY, Injection
-from ripstop.model.memory import Memory
+from ripstop.model.job_memory import Memory
 from ripstop.model.round import Node
 from ripstop.model.text_formatting import ascii_json
 from ripstop.protocol.messages import FromCoordinator, Left, Query, Rejected, Remember, Replicate, Reply
@@ -75,7 +75,7 @@ CONSOLE_TIMEOUT_S = 30.0  # for the last lines
 CONSOLE_TIMEOUT_AFTER_SIGNAL_S = 3.0
 
 
-class Driver:
+class AgentDriver:
     """Runs one agent; `run` returns when the agent has ended."""
 
     def __init__(

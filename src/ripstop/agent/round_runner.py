@@ -42,8 +42,8 @@ from ripstop.replication.supervisor import Supervisor
 from ripstop.workers.elastic_workers import ElasticWorkers
 from ripstop.workers.environment import ROUND_VARIABLES
 from ripstop.workers.group import Exit, Group
-from ripstop.workers.reports import Reports, RestoreReport, WorkerReport
-from ripstop.workers.saver import Saver
+from ripstop.workers.report_socket import Reports, RestoreReport, WorkerReport
+from ripstop.workers.saver_process import Saver
 from ripstop.workers.spawner import ProcessSpec, Spawner, Starter
 from ripstop.workers.state_memory import MadeCommit, StateMemory, WorkerIdentity
 from ripstop.workers.store import StorePort

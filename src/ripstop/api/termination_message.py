@@ -8,8 +8,7 @@ failed: its rank and host, how it ended, and its message or its last line on std
 import json
 
 from ripstop.diagnostics.failure_ranking import root_cause
-from ripstop.diagnostics.failure_report import how
-from ripstop.model.failure import Failure, JobReport
+from ripstop.model.failure import Failure, JobReport, how_it_ended
 
 MAX_BYTES = 4096
 LEFT = "left"
@@ -26,7 +25,7 @@ def termination_message(why: str, report: JobReport | None) -> str:
             "restarts": report.restarts,
         }
         if (culprit := root_cause(report.failures)) is not None:
-            worker = f"rank {culprit.rank} on {culprit.host} {how(culprit)}"
+            worker = f"rank {culprit.rank} on {culprit.host} {how_it_ended(culprit)}"
             message["culprit"] = ": ".join(filter(None, (worker, _detail(culprit))))
     max_characters = MAX_BYTES
     while len(text := json.dumps(_shortened(message, max_characters))) > MAX_BYTES:  # ASCII: a character is a byte
@@ -36,7 +35,7 @@ def termination_message(why: str, report: JobReport | None) -> str:
 
 def _detail(culprit: Failure) -> str:
     """The worker's own message, or its last line on stderr."""
-    if culprit.message not in ("", how(culprit)):
+    if culprit.message not in ("", how_it_ended(culprit)):
         return culprit.message
     return next((line.strip() for line in reversed(culprit.log_tail) if line.strip()), "")
 

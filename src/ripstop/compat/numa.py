@@ -1,4 +1,4 @@
-"""`torch.numa.binding`: the options for binding workers to processors; `system/numa.py` implements the modes."""
+"""`torch.numa.binding`: options for binding workers to processors; `system/numa_binding.py` implements the modes."""
 
 from dataclasses import dataclass
 from enum import Enum

@@ -42,10 +42,10 @@ from ripstop.coordinator import (
     replication_plan,
 )
 from ripstop.coordinator.formation import ChangeRound, Formation, GiveUp, Hold, Keep
+from ripstop.coordinator.job_memory import JobMemory
 from ripstop.coordinator.job_types import Disconnect, JobCommand, JobInput, JobSettings, Predecessor, RecordEvent, Send
 from ripstop.coordinator.liveness import LATE_TICK_S
 from ripstop.coordinator.membership import Member, Membership, rejection_reason
-from ripstop.coordinator.memory import JobMemory
 from ripstop.coordinator.phases import TRANSITIONS
 from ripstop.coordinator.restart_budget import RestartBudget, is_early_failure
 from ripstop.model import events

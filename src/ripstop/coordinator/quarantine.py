@@ -22,7 +22,7 @@ class FaultRecord(Struct):
 
 
 class Quarantine:
-    """The fault records of one job.  Nodes keep them for the next coordinator (`memory.py`)."""
+    """The fault records of one job.  Nodes keep them for the next coordinator (`job_memory.py`)."""
 
     def __init__(self, limits: config.QuarantineLimits) -> None:
         self._limits = limits

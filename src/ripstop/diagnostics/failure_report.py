@@ -7,7 +7,7 @@ from msgspec import to_builtins
 
 from ripstop.diagnostics.failure_ranking import order
 from ripstop.diagnostics.hang_analysis import describe, hangs_among
-from ripstop.model.failure import Failure, JobReport
+from ripstop.model.failure import Failure, JobReport, how_it_ended
 from ripstop.model.round import Outcome
 from ripstop.model.text_formatting import truncate
 
@@ -57,10 +57,10 @@ def _lines(report: JobReport, width: int) -> Iterator[str]:
 
 def _facts(failure: Failure, width: int) -> Iterator[str]:
     yield f"  when     {_when(failure.at)}, round {failure.round}"
-    yield f"  how      {how(failure)}"
+    yield f"  how      {how_it_ended(failure)}"
     if failure.oom and failure.oom != failure.message:
         yield from _labelled("memory", failure.oom, width)
-    if failure.message not in ("", how(failure)):
+    if failure.message not in ("", how_it_ended(failure)):
         yield from _labelled("why", failure.message, width)
     stacks = failure.hang.file if failure.hang else ""
     for label, path in (("logs", failure.logs), ("error", failure.error_file), ("stacks", stacks)):
@@ -93,19 +93,10 @@ def _when(at: float) -> str:
     return f"{moment:%Y-%m-%d %H:%M:%S}.{moment.microsecond // 1000:03} UTC"
 
 
-def how(failure: Failure) -> str:
-    """How a worker ended, in short."""
-    if hang := failure.hang:
-        return f"made no progress for {hang.seconds:.0f} s ({hang.sign})" if hang.sign else "did not hang itself"
-    if failure.signal:
-        return f"died of {failure.signal}" + (", out of memory" if failure.oom else "")
-    return "was not started" if failure.exitcode is None else f"exited with code {failure.exitcode}"
-
-
 def _in_short(failure: Failure) -> str:
     first_line = failure.message.split("\n", 1)[0]
     message = re.sub(r"\[/\S*/(\w+\.\w+:\d+)\]", r"[\1]", first_line)  # shorten paths of torch's build machine
-    return how(failure) if message in ("", how(failure)) else f"{how(failure)}: {message}"
+    return how_it_ended(failure) if message in ("", how_it_ended(failure)) else f"{how_it_ended(failure)}: {message}"
 
 
 def _labelled(label: str, text: str, width: int) -> Iterator[str]:

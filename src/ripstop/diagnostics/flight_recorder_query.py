@@ -5,7 +5,7 @@ dump to each client of the worker's own socket.  It needs Python's lock, which a
 not hold.  Rules:
 
 1. ripstop enables no recording; it reads only what torch records anyway, and only when queried.
-2. The socket is beside the agent's (`workers/reports.py`), in a directory that only this user can access.
+2. The socket is beside the agent's (`workers/report_socket.py`), in a directory that only this user can access.
 3. A reply is bounded in time and size.  If there is none, the result has the reason.
 4. NCCL's recorder queries the GPU, which would break a CUDA graph that is being captured.  So it is read only from
    workers that hang.

@@ -50,7 +50,7 @@ from ripstop.model.usage import StepProfile
 from ripstop.system import linux
 from ripstop.system.blocking_calls import run_in_daemon_thread
 from ripstop.system.safe_files import make_own_directory
-from ripstop.workers.reports import CheckpointReport, CommitReport, RestoreReport, WorkerHeartbeat, WorkerReport
+from ripstop.workers.report_socket import CheckpointReport, CommitReport, RestoreReport, WorkerHeartbeat, WorkerReport
 
 if TYPE_CHECKING:
     from ripstop.diagnostics.flight_recorder_query import FlightDump

@@ -78,3 +78,12 @@ class JobReport(Struct, frozen=True, forbid_unknown_fields=True):
     rounds: Int64
     restarts: Int64
     failures: Items[Failure] = ()
+
+
+def how_it_ended(failure: Failure) -> str:
+    """How a worker ended, in short."""
+    if hang := failure.hang:
+        return f"made no progress for {hang.seconds:.0f} s ({hang.sign})" if hang.sign else "did not hang itself"
+    if failure.signal:
+        return f"died of {failure.signal}" + (", out of memory" if failure.oom else "")
+    return "was not started" if failure.exitcode is None else f"exited with code {failure.exitcode}"

@@ -11,10 +11,9 @@ from msgspec import Struct
 
 from ripstop.diagnostics.evidence_events import from_event
 from ripstop.diagnostics.failure_ranking import root_cause
-from ripstop.diagnostics.failure_report import how
 from ripstop.model import events
 from ripstop.model.events import EventRecord, RoundEndCause
-from ripstop.model.failure import Failure
+from ripstop.model.failure import Failure, how_it_ended
 from ripstop.model.redaction import without_secrets
 from ripstop.model.round import Outcome
 from ripstop.model.text_formatting import clean, truncate
@@ -95,7 +94,7 @@ class Notifications:
         if failure is None:
             return ""
         message = failure.message.split("\n", 1)[0]
-        return f"rank {failure.rank} on {failure.host}: {message or how(failure)}"
+        return f"rank {failure.rank} on {failure.host}: {message or how_it_ended(failure)}"
 
     def _message(self, record: EventRecord, kind: NotificationKind, what: str, why: str) -> Notification:
         why = truncate(without_secrets(clean(why)), MAX_WHY)

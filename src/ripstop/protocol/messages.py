@@ -18,7 +18,7 @@ from msgspec import Struct
 from ripstop.model.electorate import Electorate
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.field_types import Int64, Items, RoundNumber
-from ripstop.model.memory import Memory
+from ripstop.model.job_memory import Memory
 from ripstop.model.round import Address, CommitId, Node, Outcome, Place, RankBy
 
 VERSION = 1

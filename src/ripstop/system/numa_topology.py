@@ -1,4 +1,4 @@
-"""Reads the input of `numa.py`: processors, caches and NUMA nodes from /sys, and the NUMA nodes of visible GPUs."""
+"""Reads the input of `numa_binding.py`: processors, caches and NUMA nodes from /sys, and those of visible GPUs."""
 
 import os
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from ripstop.model.errors import UsageError
 from ripstop.system.gpus import PROC_GPUS, SYS, GpuDevice, list_gpus, visible_to_cuda
-from ripstop.system.numa import Cpu, Topology, parse_ranges
+from ripstop.system.numa_binding import Cpu, Topology, parse_ranges
 
 
 class VisibleGpus(Struct, frozen=True):

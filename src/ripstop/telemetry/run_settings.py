@@ -16,7 +16,7 @@ from msgspec.structs import fields
 from ripstop.model.config import Binding, Entrypoint, Executable, Handler, Module, RunConfig, Script
 from ripstop.model.redaction import HIDDEN, is_secret_name, without_secrets, without_url_users
 from ripstop.model.round import Address
-from ripstop.system.numa import format_ranges
+from ripstop.system.numa_binding import format_ranges
 from ripstop.workers.spawner import command_line
 
 HIDDEN_FIELDS = ("notify_url", "token", "user", "password", "headers", "notes")

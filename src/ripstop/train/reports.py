@@ -1,4 +1,4 @@
-"""Sends progress reports to this node's agent over its socket (`workers/reports.py` is the other end).
+"""Sends progress reports to this node's agent over its socket (`workers/report_socket.py` is the other end).
 
 Rules: (1) training never waits or fails because of a report: a datagram that cannot be sent now is dropped, except the
 latest checkpoint's and restore's, which are sent later; (2) a call is cheap: it reads a clock, and sends a few times a

@@ -1,8 +1,8 @@
 """The saver: a process that writes one commit of this node's ranks to disk, and ends.
 
-The agent starts it with the descriptors of the buffers (`workers/saver.py`), as a fork of a zygote that has torch or
-in a new interpreter.  Workers leave these buffers alone while it runs; the saver checks all the same that none has
-changed.  It has low priority for processor and disk.
+The agent starts it with the descriptors of the buffers (`workers/saver_process.py`), as a fork of a zygote that has
+torch or in a new interpreter.  Workers leave these buffers alone while it runs; the saver checks all the same that
+none has changed.  It has low priority for processor and disk.
 
 What it writes (`checkpoint_files.py`): the state of rank 0 as plain DCP has it: `model.0.weight`,
 `optimizer.state.0.exp_avg`, `step`.  Of other ranks only the tensors that differ, as `_ripstop.RANK.NUMBER`.  Parts of

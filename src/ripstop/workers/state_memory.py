@@ -1,8 +1,8 @@
 """The agent's side of the memory for training state (`ripstop.train.State`): it keeps workers' buffers when they die.
 
-A worker makes a memfd, maps it, and hands its descriptor to the agent over a Unix socket beside that of `reports.py`.
-The workers of the next round ask for the descriptors: those of their own rank, and of others whose shards this node
-holds.  Rules
+A worker makes a memfd, maps it, and hands its descriptor to the agent over a Unix socket beside that of
+`report_socket.py`.  The workers of the next round ask for the descriptors: those of their own rank, and of others whose
+shards this node holds.  Rules
 1.  The agent never maps or reads a buffer: `commit_memory.py` says what is in it, and who may restore it.
 2.  The kernel names the peer's pid.  Only workers of the current round are served; each writes its own rank only.
 3.  A buffer is a memfd whose size is sealed, so that no process can shrink it under another's mapping.
@@ -31,8 +31,8 @@ from typing import Any
 
 from ripstop.commit_memory import FIRST_COPY_SLOT, CommitId
 from ripstop.workers.elastic_workers import ElasticWorkers
-from ripstop.workers.reports import file_identity
-from ripstop.workers.saver import Saver
+from ripstop.workers.report_socket import file_identity
+from ripstop.workers.saver_process import Saver
 
 log = logging.getLogger("ripstop.workers")
 

@@ -35,11 +35,13 @@ def run_experiment(
     find_job: Callable[[], RunningJob], plan: Plan, seed: int, on_result: Callable[[Result], None]
 ) -> list[Result]:
     """Inject the faults of the plan, one after the other; `on_result` is called for each as soon as it has healed."""
-    driver = _Driver(find_job, Experiment(make_schedule(plan, seed), plan.heal_within, time.monotonic()), on_result)
+    driver = _ChaosDriver(
+        find_job, Experiment(make_schedule(plan, seed), plan.heal_within, time.monotonic()), on_result
+    )
     return driver.run()
 
 
-class _Driver:
+class _ChaosDriver:
     def __init__(
         self, find_job: Callable[[], RunningJob], experiment: Experiment, on_result: Callable[[Result], None]
     ) -> None:

@@ -41,12 +41,12 @@ def bindings(args: ParsedArguments, environ: Mapping[str, str], slots: int, note
         raise UsageError(f"{name}={text}: unknown mode; write {', '.join(modes)}")
     if not hasattr(os, "sched_setaffinity"):
         raise UsageError(f"{name}={text}: this system cannot bind a process to CPUs; leave {name} out")
-    from ripstop.system import numa
+    from ripstop.system import numa_binding
     from ripstop.system.linux import memory_policy_call
     from ripstop.system.numa_topology import read_topology, visible_gpus
 
     visible = visible_gpus(environ)
-    found = numa.bindings(name, modes[text], read_topology(), visible.nodes, slots)
+    found = numa_binding.bindings(name, modes[text], read_topology(), visible.nodes, slots)
     if visible.note:
         notes.append(f"{name}={text}: {visible.note}")
     if memory_policy_call() is None:

@@ -41,9 +41,8 @@ from ripstop.compat.rendezvous.handler import RendezvousClosedError, RendezvousG
 from ripstop.coordinator import ranks
 from ripstop.coordinator.restart_budget import RestartBudget, is_early_failure
 from ripstop.diagnostics.failure_ranking import order, root_cause, trim
-from ripstop.diagnostics.failure_report import how
 from ripstop.model.config import RunConfig
-from ripstop.model.failure import Failure, JobReport
+from ripstop.model.failure import Failure, JobReport, how_it_ended
 from ripstop.model.round import Address, Node, Outcome, Place
 from ripstop.protocol import codec
 from ripstop.protocol.messages import (
@@ -323,7 +322,7 @@ class HandlerLink:
 
     def _culprit(self) -> str:
         failure = root_cause(self._failures)
-        return f"rank {failure.rank} on {failure.host} {how(failure)}" if failure else "a worker failed"
+        return f"rank {failure.rank} on {failure.host} {how_it_ended(failure)}" if failure else "a worker failed"
 
 
 # messages through the round's store -----------------------------------------------------------------------------------

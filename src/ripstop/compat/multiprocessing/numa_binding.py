@@ -1,4 +1,4 @@
-"""A worker's NUMA binding from `NumaOptions`: the parent decides it (`system/numa.py`), and the worker applies it.
+"""A worker's NUMA binding from `NumaOptions`: the parent decides (`system/numa_binding.py`), the worker applies it.
 
 Only the options' attributes are used, so torch's class works as well as ripstop's.
 """
@@ -40,7 +40,7 @@ def binding_of(numa_options: Any, local_rank: int) -> Callable[[], None] | None:
     """A function that binds this worker; None for no binding, or if it is impossible and a fallback is allowed."""
     if numa_options is None:
         return None
-    from ripstop.system.numa import bindings
+    from ripstop.system.numa_binding import bindings
     from ripstop.system.numa_topology import read_topology, visible_gpus
 
     mode = Numa(getattr(numa_options.affinity_mode, "value", numa_options.affinity_mode))

@@ -5,12 +5,12 @@ from collections.abc import Iterable
 import pytest
 
 from ripstop.coordinator.job import Job
+from ripstop.coordinator.job_memory import KEEPERS
 from ripstop.coordinator.job_types import JobCommand, JobSettings, NodeMessage, Send, Tick
-from ripstop.coordinator.memory import KEEPERS
 from ripstop.coordinator.restart_budget import Cause
 from ripstop.model.config import Budget, QuarantineLimits, Timing
 from ripstop.model.failure import Failure, Hang
-from ripstop.model.memory import MAX_CHARGES, MAX_FAULTS, MAX_RECORDS, MAX_WHY, FaultMemory, Memory
+from ripstop.model.job_memory import MAX_CHARGES, MAX_FAULTS, MAX_RECORDS, MAX_WHY, FaultMemory, Memory
 from ripstop.model.operator_commands import ScaleJob
 from ripstop.model.round import Node
 from ripstop.protocol.codec import MAX_FRAME_BYTES, encode

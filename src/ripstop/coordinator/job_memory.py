@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from ripstop.coordinator.restart_budget import Cause
-from ripstop.model.memory import MAX_CHARGES, MAX_FAULTS, MAX_RECORDS, MAX_WHY, FaultMemory, Memory
+from ripstop.model.job_memory import MAX_CHARGES, MAX_FAULTS, MAX_RECORDS, MAX_WHY, FaultMemory, Memory
 from ripstop.model.text_formatting import truncate
 from ripstop.protocol.limits import is_valid_name
 from ripstop.protocol.messages import Remember

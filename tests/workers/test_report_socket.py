@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.workers.reports import (
+from ripstop.workers.report_socket import (
     MAX_BURST,
     MAX_SOCKET_PATH_BYTES,
     CheckpointReport,
@@ -173,7 +173,7 @@ def test_a_removed_socket_that_cannot_be_created_again_stays_unusable(
 
 def test_the_next_agent_removes_only_the_sockets_of_killed_agents(short_tmp_path: Path) -> None:
     code = (
-        "import asyncio, os, sys; from ripstop.workers.reports import Reports\n"
+        "import asyncio, os, sys; from ripstop.workers.report_socket import Reports\n"
         "async def main():\n"
         "    print(Reports(os.environ, print).path, flush=True)\n"
         "    sys.stdin.read()\n"

@@ -15,7 +15,7 @@ from ripstop.model.config import Binding, Numa, Script, StartMethod
 from ripstop.model.errors import UsageError
 from ripstop.system.gpus import GpuDevice, visible_to_cuda
 from ripstop.system.linux import memory_policy_call
-from ripstop.system.numa import Cpu, Topology, bindings, format_ranges, parse_ranges
+from ripstop.system.numa_binding import Cpu, Topology, bindings, format_ranges, parse_ranges
 from ripstop.system.numa_topology import read_topology, visible_gpus
 from ripstop.workers.group import Exit, Group
 from ripstop.workers.spawner import ProcessSpec
