@@ -158,6 +158,6 @@ def test_the_port_is_closed_when_the_agent_ends(tmp_path: Path, monkeypatch: pyt
         await launch.run_agent(config, directory, unused, {}, None, link=unused_link, probe_socket=listening)
         return listening.fileno() == -1
 
-    monkeypatch.setattr(launch, "Driver", BriefDriver)
+    monkeypatch.setattr(launch, "AgentDriver", BriefDriver)
     with listen("--probe-port", "127.0.0.1", 0) as listening:
         assert asyncio.run(main()), "the port is open"
