@@ -392,7 +392,7 @@ class World:
         if compare:
             compare(commands)
         self.rules.after(job, event, commands)
-        # The drivers keep the memory (tests/coordinator/test_memory.py).  Here, a new coordinator has none.
+        # The drivers keep the memory (tests/coordinator/test_job_memory.py).  Here, a new coordinator has none.
         commands = [c for c in commands if not (isinstance(c, job_types.Send) and isinstance(c.message, Remember))]
         if beat and not commands:
             return

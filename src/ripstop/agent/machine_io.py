@@ -128,7 +128,7 @@ class StateLost(Struct, frozen=True):
 
 
 class PreemptionNoticed(Struct, frozen=True):
-    """This machine will be taken away, says this file or URL."""
+    """A file or URL says that this machine will be preempted."""
 
     source: str
 

@@ -381,10 +381,10 @@ class RoundRunner:
     def _on_worker_report(self, pid: int, report: WorkerReport) -> None:
         if (worker := self._worker(pid)) is not None and worker[0].monitor is not None:
             worker[0].monitor.on_report(worker[1], report)
-            has_step = not isinstance(report, RestoreReport)  # what follows would delay the first one
-            if has_step and self._standbys is not None:
+            is_training = not isinstance(report, RestoreReport)  # before the first step, this would delay it
+            if is_training and self._standbys is not None:
                 self._standbys.on_first_step()
-            if has_step and self._elastic.exist():
+            if is_training and self._elastic.has_workers():
                 self._stores.prepare(self._spawner)
 
     def _worker(self, pid: int) -> tuple[Round, int] | None:

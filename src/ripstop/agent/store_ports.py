@@ -71,14 +71,15 @@ class StorePorts:
             self._offered.prepare(spawner, self._environ, self._children)
 
     async def replace(self, last: StorePort | None, place: Place, delay: float) -> None:
-        """End the last round's store after a delay, or now if the user fixed the port, so that this round needs it too.
+        """End the last round's store after a delay, or now if this round has the same port (`--master-port`).
 
         A worker that goes on in place may be about to connect to the old store: torch would retry for half an hour.
         """
-        if last is not None and last.port != place.store.port:
-            self._ending[last] = asyncio.get_running_loop().call_later(delay, self._end, last)
-        elif last is not None:
-            self._closing.add(last)
+        if last is not None:
+            if last.port == place.store.port:
+                self._closing.add(last)
+            else:
+                self._ending[last] = asyncio.get_running_loop().call_later(delay, self._end, last)
         for store in list(self._closing):  # an earlier round, which this one has replaced, may wait for it too
             await store.close()
             self._closing.discard(store)
@@ -105,7 +106,7 @@ class StorePorts:
         ending, self._ending = self._ending, {}
         for timer in ending.values():
             timer.cancel()
-        for store in ending:
+        for store in [*ending, *self._closing]:
             await store.close()
         if self._offered is not None:
             await self._offered.close()

@@ -437,7 +437,9 @@ FAULT = Parameter("kind", str, "the kind of fault", choices=tuple(FaultKind), re
 FAULT_RANK = Parameter("rank", int, "the worker's rank", maximum=2**31 - 1)
 FAULT_NODE = Parameter("node", str, "the node's name, for a fault of a node", minimum=1, maximum=256)
 SECONDS = Parameter("seconds", int, "how long a lasting fault lasts", minimum=1, maximum=MAX_SECONDS, default=10)
-PERCENT = Parameter("percent", int, "how much a slow worker is stopped", minimum=1, maximum=MAX_PERCENT, default=50)
+PERCENT = Parameter(
+    "percent", int, "the share of time for which a slow worker is stopped", minimum=1, maximum=MAX_PERCENT, default=50
+)
 BYTES = Parameter("bytes", int, "how much disk space is filled", minimum=1, maximum=MAX_BYTES, default=64 << 20)
 WHY = Parameter("why", str, "the reason, for the report", maximum=MAX_REASON_CHARACTERS, default="")
 

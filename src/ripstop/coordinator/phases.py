@@ -16,7 +16,8 @@ TRANSITIONS = {  # between phases, and their causes; docs/rendezvous.md has a di
         Phase.CLOSING: "an operator stops the job, or a node reports the job's end",
     },
     Phase.RUNNING: {
-        Phase.GATHERING: "a failure, an operator's restart, or a node that joins, leaves, is lost or has a newer round",
+        Phase.GATHERING: "a failure, lost training state, an operator's restart, or a node that joins, leaves, is lost "
+        "or has a newer round",
         Phase.CLOSING: "all workers exited 0, no restart is left, an operator stops the job, or a node reports the end",
     },
     Phase.CLOSING: {

@@ -340,7 +340,7 @@ class RunConfig(Redacted, frozen=True):
     termination_log: Path | None = None  # file for this agent's termination message
     stragglers: StragglerLimits = field(default_factory=StragglerLimits)
     drain_timeout: float = 20.0  # how long a leaving node waits for a commit of all ranks; 0: it does not wait
-    preemption_notice: str = ""  # a file or URL that says that this machine will be taken away; "": none
+    preemption_notice: str = ""  # a file or URL that says that this machine will be preempted; "": none
     allow_chaos: bool = False  # operators may inject faults into this node
     linger: bool = False  # stay after the end of the job, until a signal
     notes: tuple[str, ...] = ()  # logged once at the start: assumptions, flags without effect

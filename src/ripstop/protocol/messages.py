@@ -133,7 +133,7 @@ class Inspected(ProtocolMessage, frozen=True):
 
 
 class PeerLost(ProtocolMessage, frozen=True):
-    """A worker that goes on in place has lost the connection to a worker of this round, and waits for the next."""
+    """A worker that can go on in place has lost its connection to a peer, and waits for the next round."""
 
     round: Int64
 

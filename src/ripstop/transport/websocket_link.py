@@ -3,8 +3,8 @@
 It keeps the rules of `link.py`, and these:
 
 1.  The agent sends heartbeats (`protocol/pacing.py`), which the coordinator answers.  It reconnects if the coordinator
-    sends nothing for a lease.  An agent whose own process was suspended meanwhile asks once more, and waits for one
-    interval of heartbeats.
+    sends nothing for a lease.  An agent whose own process was suspended meanwhile sends one heartbeat and waits for
+    one heartbeat interval.
 2.  The coordinator must prove the job's secret before the agent acts on a message.  With TLS, its certificate must be
     valid for the endpoint's name.
 3.  A rejection is final.  But a node that was connected once retries, because an unauthenticated peer may now have the
@@ -351,7 +351,7 @@ class _Heartbeats:
         now = self._loop.time()
         deadline = self._received_at + self._lease
         if now - self._lease_timer.when() > self._lease / 2:
-            # This process was suspended, or got no CPU: messages may wait in the socket, or it has asked for none.
+            # This process was suspended, or got no CPU: messages may wait in the socket, or no heartbeat was sent.
             self._send()
             deadline = max(deadline, now + self._interval)
         if deadline > now:

@@ -13,7 +13,9 @@ from msgspec import Struct
 
 
 class ElasticWorkers(Struct):
-    """The callbacks get the worker's pid.  `on_left` also tells that a message cannot be sent.
+    """The callbacks get the worker's pid; `on_peer_lost` gets the round.
+
+    `on_left` also tells that a message cannot be sent.
 
     `find_worker`: the pid of the live worker that this process is or belongs to; a worker may be a shell script.
     """
@@ -26,7 +28,7 @@ class ElasticWorkers(Struct):
     _connections: dict[int, socket.socket] = {}  # by pid; msgspec copies the default
     _newest_loss: int = 0  # the last round in which a worker lost a peer
 
-    def exist(self) -> bool:
+    def has_workers(self) -> bool:
         return bool(self._connections)
 
     def register(self, pid: int, connection: socket.socket) -> None:

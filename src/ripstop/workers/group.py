@@ -133,7 +133,7 @@ class Group:
                 self.signal(SIGCONT, pids & self._live)
                 if await self._wait_until(lambda: not pids & self._live, timeout):
                     return
-        raise self._give_up_on(pids)
+        raise self._unkillable_error(pids)
 
     def _ended(self, end: ProcessExit) -> None:
         self._live.discard(end.pid)
@@ -185,14 +185,15 @@ class Group:
             self.signal(SIGCONT)
             await self._wait_ended(grace)
         self.signal(SIGKILL)
-        error = None if await self._wait_ended(KILL_TIMEOUT_S) else self._give_up_on(self._live)
+        error = None if await self._wait_ended(KILL_TIMEOUT_S) else self._unkillable_error(self._live)
         await self._children.end_trees(self._pids, began + grace - time.monotonic() if succeeded else 0.0)
         if error is not None:
             raise error
 
-    def _give_up_on(self, pids: set[int]) -> UnkillableError:
-        self._unkillable |= pids & self._live
-        return UnkillableError(tuple(sorted(pids & self._live)), KILL_TIMEOUT_S)
+    def _unkillable_error(self, pids: set[int]) -> UnkillableError:
+        stuck = pids & self._live
+        self._unkillable |= stuck
+        return UnkillableError(tuple(sorted(stuck)), KILL_TIMEOUT_S)
 
     async def _wait_ended(self, timeout: float) -> bool:
         """Whether all workers have ended.  It does not wait again for those that SIGKILL did not end."""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ripstop.workers")
 
-KILL_TIMEOUT_S = 30.0  # a process that is still there so long after SIGKILL hangs in the kernel
+KILL_TIMEOUT_S = 30.0  # a process that is still there this long after SIGKILL hangs in the kernel
 _PENDING_NAME = PENDING.decode()
 
 

@@ -2,9 +2,9 @@
 
 The agent binds the port before it announces it, so that no other process can take it in between.  The store itself,
 torch's TCPStore in its own process, starts at the first connection: a job without store clients has no store process.
-Clients that connect before the store runs wait in the listening socket's queue.  Where it is known that a next round
-will have clients, the store starts before the round (`prepare`).  Until the round begins, the agent keeps the listening
-socket too: if the store dies meanwhile, another one starts at the first connection.
+Clients that connect before the store runs wait in the listening socket's queue.  If workers can go on in place, the
+next round's store starts before the round (`prepare`).  Until the round begins, the agent keeps the listening socket
+too: if the store dies meanwhile, another one starts at the first connection.
 
 The agent also reserves the next port, for a server inside rank 0: JAX starts one (`ripstop.jax`).  All workers know
 this port without a message.  The reserving socket is bound with SO_REUSEPORT and never listens.  So a server of this
@@ -56,9 +56,10 @@ class StorePort:
         if self._socket is None or self._is_serving:
             return
         self._is_serving = True
-        if self._start is not None and (not self._start.done() or self._pid is not None):
-            if self._start.done():
-                self._close_socket()
+        if self._start is not None and not self._start.done():
+            return  # `_hand_over` closes the socket
+        if self._pid is not None:
+            self._close_socket()
             return
         self._watched = asyncio.get_running_loop()
         self._watched.add_reader(self._socket.fileno(), self._connected, spawner, env, children)

@@ -69,7 +69,7 @@ class ParsedArguments(Struct, frozen=True):
         return f"{self.label(name)}={self.text(name)}"
 
     def program_words(self) -> tuple[str, ...]:
-        """The program and its arguments for another command line; `--` comes first where rule 2 would lose a word."""
+        """The program and its arguments for another command line; `--` comes first if it could be taken for a flag."""
         is_ambiguous = self.program[0].startswith("-") or self.program[1:2] == ("--",)
         return ("--", *self.program) if is_ambiguous else self.program
 

@@ -131,7 +131,7 @@ def _nodes(args: ParsedArguments, start: Start, notes: list[str]) -> str:
 
 
 def _conf(args: ParsedArguments, start: Start) -> str:
-    """--rdzv-conf, and in it what the node's number decides."""
+    """--rdzv-conf, with the `is_host` and `rank_by` of this node's number."""
     given = key_values(*args.labelled("--rdzv-conf"))
     if start.node_number and boolean("--rdzv-conf is_host", given.get("is_host", "0")):
         raise UsageError(
