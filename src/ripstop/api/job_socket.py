@@ -182,7 +182,7 @@ class JobSocket:
 
             if self._runner is None:
                 app = web.Application(client_max_size=MAX_BODY)
-                Api(lambda: self.job, authorize).mount(app)
+                Api(lambda: self.job, authorize_local_user).mount(app)
                 runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
                 await runner.setup()
                 self._runner = runner
@@ -191,8 +191,8 @@ class JobSocket:
             log.exception("commands on this machine cannot reach the job")
 
 
-def authorize(request: "web.Request") -> str:
-    """Rule 1."""
+def authorize_local_user(request: "web.Request") -> str:
+    """Admit only the job's user and root (rule 1); return who it is."""
     connection = request.transport.get_extra_info("socket") if request.transport else None
     if connection is None:
         raise RequestRefused(401, "the connection is closed")
