@@ -181,7 +181,7 @@ def test_a_successor_changes_nothing_before_the_pending_electorate_is_its_own() 
     job = Office3(pending).elected()
     assert job.candidate.propose(6, ["a", "b"], 1.0) == []
     assert job.renews("a") == []
-    assert job.candidate.electorate.round == 5 and job.candidate.is_pending
+    assert job.candidate.electorate.round == 5 and not job.candidate.is_settled
     job.renews("b")  # a majority of both: now the inherited round is its own
     job.renews("a", "b")
     assert job.candidate.electorate == Electorate(4, 10, 6, ("a", "b"), outgoing=("a", "b", "d"))
@@ -216,6 +216,19 @@ def test_a_voter_that_cannot_promise_the_epoch_is_not_asked_for_it_again_and_aga
     office.candidate.on_disconnected("a")
     follow = Follow(9, "x", THREE, "b:1")
     assert office.candidate.on_message("b", follow, 0.0) == []
+
+
+def test_a_candidate_that_cannot_be_elected_any_more_binds_nobody_until_the_voters_return() -> None:
+    job = Office3()
+    job.follows("a", "b")
+    job.promises("a")
+    job.candidate.on_disconnected("b")
+    assert job.candidate.on_tick(LEASE / 4) == []
+    assert job.candidate.deadline() is None
+    job.follows("b")
+    assert job.last("a", Canvass).epoch == job.last("b", Canvass).epoch == 4
+    job.promises("a", "b")
+    assert job.candidate.in_office
 
 
 def test_a_node_that_leaves_is_no_voter_any_more() -> None:

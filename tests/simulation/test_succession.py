@@ -1,8 +1,8 @@
 """Random schedules of succession, and no violation; and a change to any rule is caught.
 
-Three worlds: `succession_world.py` has connections and clocks, `succession_job_world.py` also the real job and agents,
-and `adversary_world.py` has a network without any rule.  More schedules than a test suite has time for, on any number
-of machines, each with other seeds:
+Four worlds: `succession_world.py` has connections and clocks, `succession_job_world.py` also the real job and agents,
+`partition_world.py` a partial partition that lasts, and `adversary_world.py` a network without any rule.  More
+schedules than a test suite has time for, on any number of machines, each with other seeds:
 
 `RIPSTOP_SUCCESSIONS=100000 RIPSTOP_SUCCESSIONS_FROM=0 pytest tests/simulation/test_succession.py -k every_schedule`
 
@@ -25,8 +25,9 @@ from ripstop.election.search import Search
 from ripstop.election.voter import Reply, Voter
 from ripstop.model.electorate import Electorate, count
 from ripstop.protocol.messages import Canvass, Follow, Office, Promise, Renew, Renewed
-from tests.simulation import adversary_world, succession_job_world, succession_world
+from tests.simulation import adversary_world, partition_world, succession_job_world, succession_world
 from tests.simulation.adversary_world import AdversaryWorld
+from tests.simulation.partition_world import PartitionWorld
 from tests.simulation.rules import Violation
 from tests.simulation.succession_job_world import SuccessionJobWorld
 from tests.simulation.succession_world import MIXES, SuccessionWorld
@@ -41,6 +42,7 @@ WORLDS: dict[str, tuple[Callable[[int], None], float]] = {  # and their share of
     "succession": (succession_world.check, 0.4),
     "with the job": (succession_job_world.check, 0.2),
     "adversary": (adversary_world.check, 0.4),
+    "partial partition": (partition_world.check, 0.05),
 }
 FIXED = (  # schedules that once had two coordinators, did not come to rest, or started a round that was not committed
     *((succession_world.check, seed) for seed in (76, 1_257)),
@@ -389,6 +391,16 @@ def agents_never_leave_a_candidate(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Search, "waiting_time", lambda search: 1e9)
 
 
+def a_candidate_that_cannot_be_elected_any_more_goes_on_asking(patch: pytest.MonkeyPatch) -> None:
+    original = Candidate._stop_canvass
+
+    def stop_canvass(candidate: Candidate) -> None:
+        if candidate.in_office or candidate._leader is not None or candidate._is_electable():
+            original(candidate)
+
+    patch.setattr(Candidate, "_stop_canvass", stop_canvass)
+
+
 def a_candidate_keeps_its_epoch(patch: pytest.MonkeyPatch) -> None:
     original = Candidate._ask
 
@@ -433,6 +445,7 @@ MUTANTS: dict[Patch, tuple[Callable[[int], Any], int]] = {  # its world, and a s
     a_coordinator_ignores_higher_epochs: (SuccessionWorld, 0),
     a_bound_voter_is_not_asked_again: (SuccessionWorld, 1),
     agents_never_leave_a_candidate: (SuccessionWorld, 3),
+    a_candidate_that_cannot_be_elected_any_more_goes_on_asking: (PartitionWorld, 0),
     a_candidate_keeps_its_epoch: (SuccessionWorld, 4),
     a_round_that_is_over_is_not_withdrawn: (SuccessionJobWorld, 0),
     a_round_is_sent_before_it_is_committed: (SuccessionJobWorld, 0),

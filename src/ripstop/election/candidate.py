@@ -1,12 +1,15 @@
 """An agent as a candidate: when it asks for promises, when it is the coordinator, and when a round is committed.  Pure.
 
 Every agent that listens at an address of `--rdzv-endpoint` is a candidate.  It is also a voter (`voter.py`) that votes
-over a connection, like all others.  The two share what they know of the electorate, and nothing else.  Rules:
+over a connection, like all others.  The two share what they know of the electorate, and the candidate reads what its
+voter has promised.  Rules:
 
-1.  A candidate asks for promises if its own agent has no coordinator, and the agents connected here could elect it.
+1.  A candidate asks for promises while its own agent has no coordinator, and the agents connected here could elect it.
+    Otherwise it would bind agents that another candidate needs.
 2.  It is the coordinator with promises of the newest electorate that it knows: a majority of the voters, and of the
     outgoing voters if a change is pending.  Before the first round it needs all addresses.  Its own agent must not be
-    bound to another candidate, also if it is no voter: that one may need its address.
+    bound to another candidate, even if its agent is not a voter: before the first round, the other candidate may count
+    this address.
 3.  The office ends, by its own clock, before voters may promise to another: the majorities of rule 2 must have renewed
     it.  The time counts from the moment a renewal was requested, and is shorter than the lease by `LEASE_MARGIN`.
 4.  A new coordinator first makes the electorate that it inherited its own: a majority confirms it in the new epoch.  It
@@ -159,6 +162,8 @@ class Candidate:
     def on_tick(self, now: float) -> list[CandidateCommand]:
         if self.in_office and now >= self._office_end:
             return self._step_down("most voters did not renew their promises in time")
+        if self._canvassed and not self.in_office and not self._is_electable():
+            self._stop_canvass()  # rule 1
         if now < self._next_request:
             return []
         if self.in_office:
@@ -178,11 +183,6 @@ class Candidate:
     def holds_office(self, now: float) -> bool:
         """Whether the coordinator may decide."""
         return self.in_office and now < self._office_end
-
-    @property
-    def is_pending(self) -> bool:
-        """A round waits for its commit: nothing may be sent that comes after it."""
-        return self._proposal is not None or self.electorate.round > self._announced
 
     @property
     def is_settled(self) -> bool:
@@ -220,7 +220,7 @@ class Candidate:
         out = self._consider(now)
         if self._canvassed != was_asked:
             return out
-        return self._ask(node, now) if self._canvassed >= self._least_epoch(follow) else []
+        return self._ask(node, now)
 
     def _least_epoch(self, follow: Follow) -> int:
         """The lowest epoch that this agent may promise."""
@@ -228,10 +228,16 @@ class Candidate:
 
     def _consider(self, now: float) -> list[CandidateCommand]:
         """Ask for promises if that may succeed (rule 1)."""
-        if self.in_office or self._leader is not None or not self.electorate.can_elect(self._names(self._contacts)):
+        if self.in_office or self._leader is not None:
+            return []
+        if not self._is_electable():
+            self._stop_canvass()
             return []
         least = max(self.epoch + 1, self.electorate.epoch + 1, *map(self._least_epoch, self._contacts.values()))
         return [] if self._canvassed >= least else self._canvass(least, now)
+
+    def _is_electable(self) -> bool:
+        return self.electorate.can_elect(self._names(self._contacts))
 
     def _canvass(self, epoch: int, now: float) -> list[CandidateCommand]:
         if epoch != self._canvassed:

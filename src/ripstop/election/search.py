@@ -11,7 +11,9 @@ RETRY_DELAY_S = 0.2  # after all addresses have failed
 RECHECK_DELAY_S = 0.05  # before a coordinator that closed the connection twice is tried again
 LONG_WAIT = 2.0  # leases, at the first candidate that is reached
 SHORT_WAIT = 0.2  # leases, at any other
-REDIRECT_WAIT = 1.0  # leases, before a coordinator that was silent is tried again: its candidate may lose it later
+# Leases, before a coordinator that was silent is tried again: the candidate that redirected here may notice the loss up
+# to a lease later.
+REDIRECT_WAIT = 1.0
 
 
 class Search:

@@ -96,7 +96,7 @@ class Voter:
     def _on_canvass(self, epoch: int, number: int, node: str, now: float) -> list[VoterCommand]:
         if epoch < self.promised or (epoch == self.promised and node != self.promised_to):
             return [Reply(self.follow())]  # rule 1
-        if epoch > self.promised and node != self.promised_to and now < self._bound_until:
+        if self.is_bound_to_another(node, now):
             self._wants_canvass = True
             return []  # rule 2
         self.promised, self.promised_to = epoch, node
