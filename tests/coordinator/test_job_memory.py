@@ -6,7 +6,7 @@ import pytest
 
 from ripstop.coordinator.job import Job
 from ripstop.coordinator.job_memory import KEEPERS
-from ripstop.coordinator.job_types import JobCommand, JobSettings, NodeMessage, Send, Tick
+from ripstop.coordinator.job_types import JobCommand, JobSettings, NodeDisconnected, NodeMessage, Send, Tick
 from ripstop.coordinator.restart_budget import Cause
 from ripstop.model.config import Budget, QuarantineLimits, Timing
 from ripstop.model.failure import Failure, Hang
@@ -14,7 +14,7 @@ from ripstop.model.job_memory import MAX_CHARGES, MAX_FAULTS, MAX_RECORDS, MAX_W
 from ripstop.model.operator_commands import ScaleJob
 from ripstop.model.round import Node
 from ripstop.protocol.codec import MAX_FRAME_BYTES, encode
-from ripstop.protocol.messages import Failed, Inspected, Join, Ready, Remember
+from ripstop.protocol.messages import Failed, Inspected, Join, Ready, Remember, Status
 
 HOUR = 3600.0
 
@@ -128,13 +128,52 @@ def test_the_newest_memory_wins_and_an_older_one_changes_nothing() -> None:
     assert job.formation.target == 3 and job.restarts.used == 0
 
 
-def test_the_memory_is_sent_to_few_nodes_and_again_for_a_new_round() -> None:
+def test_the_memory_is_sent_to_few_nodes_once() -> None:
     job = Job(JobSettings("job", 1, 40, Timing(last_call=1.0), allow_chaos=True))
-    names = [f"n{i}" for i in range(40)]
-    for i, name in enumerate(names):
-        commands = job.on(NodeMessage(name, Join(Node(name, "h", 1), 1, 40, ready=Ready(i + 1, 0))), 0.0)
+    messages: list[tuple[str, Remember]] = []
+    for i in range(40):
+        name = f"n{i}"
+        event = NodeMessage(name, Join(Node(name, "h", 1), 1, 40, ready=Ready(i + 1, 0)))
+        messages += sent(job.on(event, 0.0)).items()
     assert job.round == 1
-    assert len(sent(commands)) == KEEPERS
+    lowest = {node for node, place in job.places.items() if place.group_rank < KEEPERS}
+    assert len(messages) == KEEPERS and dict(messages).keys() == lowest
+    assert {message.memory.serial for _, message in messages} == {1}
+    assert len(sent(job.on(ScaleJob(30), 1.0))) == KEEPERS, "after a change, all of them"
+
+
+def test_a_node_that_connects_again_gets_the_memory_again() -> None:
+    job = First(settings(allow_chaos=True)).job
+    held = job.places["a"]
+    job.on(NodeDisconnected("a"), 10.0)
+    job.on(ScaleJob(3), 11.0)
+    back = Join(Node("a", "host-a", 1), 1, 4, held=held, newest=1, status=Status.RUNNING)
+    assert sent(job.on(NodeMessage("a", back), 12.0)).keys() == {"a"}, "it was not connected when the memory changed"
+    assert sent(job.on(NodeMessage("a", back), 13.0)).keys() == {"a"}, "the old connection may have lost it"
+    assert sent(job.on(Tick(), 14.0)) == {}
+
+
+def test_a_coordinator_sends_what_it_knew_before_a_node_joined() -> None:
+    job = Job(settings(allow_chaos=True))
+    assert sent(job.on(Tick(), 0.0)) == {}
+    assert sent(job.on(NodeMessage("a", join("a")), 1.0)).keys() == {"a"}
+
+
+def test_restarts_that_a_node_reports_are_remembered() -> None:
+    job = Job(settings(allow_chaos=True))
+    job.on(NodeMessage("a", join("a")), 0.0)
+    late = Join(Node("b", "host-b", 1), 1, 4, restarts=2)
+    messages = sent(job.on(NodeMessage("b", late), 0.1))
+    assert {node: message.memory.used for node, message in messages.items()} == {"a": 2, "b": 2}
+
+
+def test_a_newer_memory_that_changes_nothing_is_replaced_by_the_coordinators_own() -> None:
+    job = Job(settings(), 10.0)
+    job.on(NodeMessage("a", join("a")), 10.0)
+    (first,) = sent(job.on(ScaleJob(3), 10.0)).values()
+    (second,) = sent(job.on(NodeMessage("b", Remember(Memory(7, target=2))), 11.0)).values()
+    assert (first.memory.serial, first.memory.target) == (1, 3)
+    assert (second.memory.serial, second.memory.target) == (8, 3)
 
 
 @pytest.mark.parametrize("text", ["n" * 256, "\N{PILE OF POO}" * 256])

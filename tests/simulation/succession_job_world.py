@@ -8,7 +8,7 @@ and drain, and workers fail.  Rules, besides those of `succession_world.py`:
 1.  A node starts a round only after it is committed, and only a newer one than any before.
 2.  In one round, all nodes have the same store and different ranks.
 3.  At rest, the job runs one round, with as many nodes as the target allows.
-4.  At rest, the coordinator knows the newest memory that a living node keeps, and has sent its own.
+4.  At rest, the coordinator knows the newest memory that a living node keeps, and the lowest rank keeps its memory.
 
 `python -m tests.simulation.succession_job_world SEED` prints one schedule as a transcript.
 """
@@ -321,9 +321,10 @@ class SuccessionJobWorld(SuccessionWorld):
         for kept in (p.memory[0] for p in nodes if p.memory):
             if kept.serial > job.memory._serial or kept.used > job.restarts.used:
                 return f"{leader.name} does not know the memory {kept}"
+        lowest = next(p for p in nodes if p.place and p.place.group_rank == 0)
         known = (job.restarts.used, job.formation.operator_target)
-        if known != (0, None) and not job.memory._serial:
-            return f"{leader.name} has not sent its memory {known}"
+        if known != (0, None) and (lowest.memory is None or (lowest.memory[0].used, lowest.memory[0].target) != known):
+            return f"{lowest.name} does not keep the memory of {leader.name}: {known}"
         return ""
 
 

@@ -233,6 +233,7 @@ class Job:
             self.commands += [Send(node, messages.Rejected(why_not)), Disconnect(node)]
             return
         self.events += self.membership.join(join, now)
+        self.memory.on_join(node)
         self.formation.highest_round = max(self.formation.highest_round, join.newest)
         if join.restarts > self.restarts.used:  # rule 8
             self.failure_policy.restarts = RestartBudget(self.settings.budget, join.restarts, now)
@@ -340,10 +341,9 @@ class Job:
     def _on_disconnect(self, node: str, now: float) -> None:
         if node not in self.members or self.phase is Phase.CLOSED:
             return  # after the end, a node that disconnects without a `Left` may return for the report
-        is_leaving = node in self.liveness.leaving
         has_lost_peer = self.phase is Phase.RUNNING and self._peer_lost_in == self.round
         is_pending = self.failure_policy.is_failure_pending or has_lost_peer
-        if node not in self.places or is_leaving or is_pending or self.phase is Phase.CLOSING:
+        if node not in self.places or node in self.liveness.leaving or is_pending or self.phase is Phase.CLOSING:
             self._remove(node, "lost: its connection closed", now)
             return
         self.membership.disconnect(node, now)

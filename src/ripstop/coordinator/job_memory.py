@@ -1,10 +1,12 @@
 """What a coordinator hands to its successor: budgets, quarantines, the operator's size, permission for chaos.  Pure.
 
-Rules: (1) after every change, the coordinator sends its memory to the `KEEPERS` lowest ranks; (2) an agent sends what
-it keeps before its `Join`, and the newest memory wins; (3) what this coordinator has charged itself stays charged; (4)
-a coordinator that has nothing to remember sends nothing.
+Rules: (1) after every change, the coordinator sends its memory to the first `KEEPERS` nodes of the round, the lowest
+ranks of a round that it has formed; a node that becomes one of them, or connects again, gets it then; (2) an agent
+sends what it keeps before its `Join`, and the newest memory wins; (3) what this coordinator has charged itself stays
+charged; (4) a coordinator that has nothing to remember sends nothing.
 """
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -28,20 +30,34 @@ class JobMemory:
     def __init__(self) -> None:
         self.allow_chaos = False  # an earlier coordinator had the permission
         self._serial = 0
-        self._sent: tuple[object, ...] = ()  # the state that the keepers have
+        self._state: tuple[object, ...] = ()  # what the newest memory was made of
+        self._nodes: tuple[int, ...] = ()  # changes with the nodes that may keep it
+        self._had: set[str] = set()  # nodes to which the newest memory was sent
+
+    def on_join(self, node: str) -> None:
+        """This node has a new connection: the old one may have lost what was sent."""
+        self._had.discard(node)
+        self._nodes = ()
 
     def send_if_changed(self, job: "Job", now: float) -> None:
-        state = (job.restarts.changes, job.membership.quarantine.changes, job.formation.operator_target, job.round)
-        if state == self._sent:
+        restarts, faults = (job.restarts.used, job.restarts.changes), job.membership.quarantine.changes
+        state = (restarts, faults, job.formation.operator_target, self.allow_chaos)
+        nodes = (job.round, len(job.places), len(job.members))
+        if state == self._state and nodes == self._nodes:
             return
-        self._sent = state
-        memory = self._memory(job, now)
+        if state != self._state:
+            self._had = set()
+        self._state, self._nodes = state, nodes
+        present = (n for n in job.places or job.members if n in job.members and n not in job.liveness.disconnected)
+        missing = [node for node in islice(present, KEEPERS) if node not in self._had]
+        memory = self._memory(job, now) if missing else EMPTY
         if memory == EMPTY:
             return
-        self._serial += 1
+        if not self._had:
+            self._serial += 1
+        self._had = {*missing, *(self._had & job.members.keys())}
         message = Remember(replace(memory, serial=self._serial))
-        keepers = [node for node in (job.places or job.members) if node in job.members][:KEEPERS]
-        for node in keepers:
+        for node in missing:
             job.send(node, message)
 
     def restore(self, job: "Job", message: Remember, now: float) -> None:
