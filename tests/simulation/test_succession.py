@@ -191,13 +191,11 @@ def a_round_is_sent_before_it_is_committed(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_round_that_was_not_committed_starts(patch: pytest.MonkeyPatch) -> None:
-    original = CommitQueue._take
+    def abandon(queue: Any, rounds: set[int]) -> None:
+        for round in rounds:
+            queue._waiting.remove(round)
 
-    def take(queue: Any) -> Any:
-        queue._abandoned.clear()
-        return original(queue)
-
-    patch.setattr(CommitQueue, "_take", take)
+    patch.setattr(CommitQueue, "_abandon", abandon)
 
 
 def the_memory_is_not_sent(patch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
-"""What an elected coordinator sends, in order: what follows a new round waits until that round is committed.  Pure.
+"""The messages of an elected coordinator, in order.  Pure.
 
-Rules: (1) after a proposed round, nothing is sent until it or a later one is committed; (2) a round that was withdrawn,
-or followed by another one before its commit, is never started: its nodes get a `StandBy` before its `Assign`, so that
-they learn only that a port they offered is used.
+Messages after a new round wait until that round is committed or withdrawn.  Rules: (1) after a proposed round, nothing
+is sent until it or a later one is committed, or it is withdrawn; (2) a round that was withdrawn, or followed by another
+one before its commit, is never started: its nodes get a `StandBy` before its `Assign`, so that they learn only that a
+port they offered is used; a node that offered no port for it, and has a place in a later round, gets neither, and its
+workers can go on in place.
 """
 
 from collections import deque
@@ -14,11 +16,10 @@ Peer = TypeVar("Peer")
 
 
 class CommitQueue(Generic[Peer]):
-    """Messages to peers; None closes the connection.  Every method returns what to send now."""
+    """Messages to peers; None closes the connection.  `push`, `commit` and `withdraw` return what to send now."""
 
     def __init__(self) -> None:
         self._waiting: deque[int | tuple[Peer, FromCoordinator | None]] = deque()  # proposed rounds, and what follows
-        self._abandoned: set[int] = set()  # rounds that are not committed, and never will be
 
     @property
     def is_empty(self) -> bool:
@@ -33,11 +34,15 @@ class CommitQueue(Generic[Peer]):
 
     def commit(self, round: int) -> list[tuple[Peer, FromCoordinator | None]]:
         """This round is committed; earlier ones that are not will not be."""
-        return self._settle({each for each in self._rounds() if each <= round}, but=round)
+        self._abandon({each for each in self._rounds() if each < round})
+        if round in self._waiting:
+            self._waiting.remove(round)
+        return self._take()
 
     def withdraw(self, newest: int) -> list[tuple[Peer, FromCoordinator | None]]:
         """The rounds after this one will not be committed."""
-        return self._settle({each for each in self._rounds() if each > newest})
+        self._abandon({each for each in self._rounds() if each > newest})
+        return self._take()
 
     def clear(self) -> None:
         self._waiting.clear()
@@ -45,17 +50,27 @@ class CommitQueue(Generic[Peer]):
     def _rounds(self) -> list[int]:
         return [each for each in self._waiting if isinstance(each, int)]
 
-    def _settle(self, rounds: set[int], but: int = 0) -> list[tuple[Peer, FromCoordinator | None]]:
-        self._abandoned |= rounds - {but}
-        self._waiting = deque(each for each in self._waiting if not isinstance(each, int) or each not in rounds)
-        return self._take()
+    def _abandon(self, rounds: set[int]) -> None:
+        """These rounds will not be committed (rule 2)."""
+        entries, self._waiting = self._waiting, deque()
+        has_later = set[Peer]()  # peers with a place in a later round
+        for entry in reversed(entries):
+            if isinstance(entry, int):
+                if entry not in rounds:
+                    self._waiting.appendleft(entry)
+                continue
+            peer, message = entry
+            if not isinstance(message, Assign) or message.place.round not in rounds:
+                self._waiting.appendleft(entry)
+            elif peer not in has_later or message.place.group_rank == 0:
+                why = f"round {message.place.round} was not committed"
+                self._waiting.extendleft((entry, (peer, StandBy(message.place.round, why))))
+            if isinstance(message, Assign):
+                has_later.add(peer)
 
     def _take(self) -> list[tuple[Peer, FromCoordinator | None]]:
         out: list[tuple[Peer, FromCoordinator | None]] = []
         while self._waiting and not isinstance(entry := self._waiting[0], int):
             self._waiting.popleft()
-            peer, message = entry
-            if isinstance(message, Assign) and message.place.round in self._abandoned:
-                out.append((peer, StandBy(message.place.round, f"round {message.place.round} was not committed")))
             out.append(entry)
         return out
