@@ -72,6 +72,7 @@ from ripstop.protocol.messages import (
     Ready,
     Rejected,
     Remember,
+    Replicated,
     StandBy,
     StateLost,
     Status,
@@ -465,9 +466,9 @@ def test_a_node_that_the_job_needs_does_not_wait_for_a_last_commit() -> None:
 
 def test_the_last_commit_of_a_job_that_cannot_go_on_is_made_if_it_is_written_to_disk() -> None:
     job = running("a", "b", low=2)
-    commands = receive(job, "b", Leaving("SIGTERM", is_planned=True, is_saved=True), 3.0)
+    commands = receive(job, "b", Leaving("SIGTERM", is_planned=True, is_saved_to_disk=True), 3.0)
     assert commands[-2:] == [Send("a", MakeLastCommit(1)), Send("b", MakeLastCommit(1))]
-    assert held(receive(job, "a", Leaving("SIGTERM", is_planned=True, is_saved=True), 3.1)) == {}
+    assert held(receive(job, "a", Leaving("SIGTERM", is_planned=True, is_saved_to_disk=True), 3.1)) == {}
     made = LastCommitMade(1, (LastCommit("state", 7),))  # nobody is left who needs a copy
     receive(job, "a", made, 4.0)
     assert held(receive(job, "b", made, 4.1)) == {"a": 1, "b": 1}
@@ -491,6 +492,36 @@ def test_a_leaving_node_does_not_wait_if_a_node_cannot_make_the_last_commit() ->
     made = LastCommitMade(1, (LastCommit("state", 7, needs_copies=False),))
     assert [receive(job, name, made, 5.0) for name in "abc"] == [[], [], []]
     assert assigned(receive(job, "b", Left("SIGTERM"), 6.0)) == {"a": 0, "c": 1}
+
+
+def test_an_invalid_last_commit_is_named_as_the_reason() -> None:
+    job, _ = leave_with_notice()
+    (command,) = receive(job, "c", LastCommitMade(1, (LastCommit("state", -1),)), 4.0)
+    why = "node c reported too many States, or a value that is out of range"
+    assert command == Send("b", StandBy(1, f"SIGTERM; no common commit: {why}"))
+
+
+def test_copies_of_a_last_commit_of_too_many_states_are_not_waited_for() -> None:
+    job = new_job(1, 3)
+    for name in "abc":
+        receive(job, name, join(job, name, ready=Ready(port(name), 0, replica_port=5000)), 0.0)
+    assert all(place.partner for place in job.places.values())
+    for number in range(16):
+        for node in "abc":
+            receive(job, node, Replicated(1, f"s{number}", 1), 1.0)
+    receive(job, "b", Leaving("SIGTERM", is_planned=True), 3.0)
+    made = LastCommitMade(1, (LastCommit("unknown", 7),))
+    for node in "abc":
+        receive(job, node, made, 4.0)
+    assert job.why == "node b leaves: SIGTERM; all ranks have commit 7"
+
+
+def test_a_job_that_is_about_to_finish_makes_no_last_commit_and_says_so() -> None:
+    job = running("a", "b", "c")
+    receive(job, "a", Succeeded(1), 2.0)
+    (command,) = receive(job, "b", Leaving("SIGTERM", is_planned=True), 3.0)
+    why = "SIGTERM; no last commit: workers of another node have already exited 0"
+    assert command == Send("b", StandBy(1, why))
 
 
 def test_leaving_nodes_do_not_wait_when_too_few_would_stay() -> None:

@@ -109,6 +109,17 @@ def test_nodes_outside_the_round_and_too_many_states_change_nothing() -> None:
     assert ReplicationPlan().on_report("a", report(2**63 - 1), {"a"}, 1.0) == []
 
 
+def test_names_that_no_node_reports_neither_add_up_nor_stop_copies_of_real_states() -> None:
+    sets = ReplicationPlan()
+    sets.on_report("a", report(2, copied=1), {"a"}, 1.0)
+    for round in range(1, 4):
+        asked = [sets.request(round, f"{round} {number}", 1) for number in range(16)]
+        assert [each for each in asked[15:] if each] == [] and len(sets.status(1.0)) == 16
+        assert sets.on_report("a", report(3, round=round + 1), {"a"}, 1.0) != []
+        assert sets.on_report("a", Replicated(round + 1, f"new {round}", 1), {"a"}, 1.0) != []
+    assert sets.complete("state") == CommitId(1, 1)
+
+
 # a model of a job -----------------------------------------------------------------------------------------------------
 
 

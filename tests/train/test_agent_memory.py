@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from ripstop.commit_memory import CommitId
+from ripstop.protocol.messages import LastCommit
 from ripstop.train import agent_memory
 from ripstop.train.agent_memory import AgentError, AgentMemory, Identity
 from ripstop.train.interruption import Interrupted
-from ripstop.workers.state_memory import FIRST_COPY_SLOT, MAX_NAMES, MAX_RANKS, MAX_SLOTS
+from ripstop.workers.state_memory import FIRST_COPY_SLOT, MAX_NAMES, MAX_RANKS, MAX_SLOTS, WorkerIdentity
 from tests.e2e.harness import wait_until
 from tests.train.conftest import Agent
 
@@ -251,3 +252,56 @@ def test_without_sets_the_next_drop_frees_copies_too(agent: Agent, client: Agent
     assert agent.memory._ranks("state") == [0, 3]
     client.drop_others("state")
     assert agent.memory._ranks("state") == [0]
+
+
+LAST = {"last": "state", "commit": [1, 7], "slot": 0, "replicated": True}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"last": "x" * 65}, {"commit": [1, 2**48 + 1]}, {"commit": [1, -1]}, {"commit": [2**48 + 1, 7]}]
+)
+def test_an_invalid_last_commit_is_rejected(client: AgentMemory, wrong: dict[str, object]) -> None:
+    with pytest.raises(AgentError, match="the request is invalid"):
+        client._ask({**LAST, **wrong}, [])
+
+
+def test_last_commits_are_reported_once(agent: Agent, client: AgentMemory) -> None:
+    reports: list[tuple[object, ...]] = []
+    agent.memory.on_last_commits = lambda *made: reports.append(made)
+    client._ask(LAST, [])
+    for _ in range(2):
+        client._ask({"waits": None}, [])
+    assert reports == [(1, (LastCommit("state", 7, needs_copies=False),), "")]
+
+
+def test_ranks_of_a_node_with_different_last_commits_have_none_in_common(agent: Agent, client: AgentMemory) -> None:
+    reports: list[tuple[object, ...]] = []
+    agent.memory.on_last_commits = lambda *made: reports.append(made)
+    agent.memory._identify = lambda pid: WorkerIdentity(1, agent.rank, 2, range(2))
+    for agent.rank in range(2):
+        client._ask({**LAST, "commit": [1, 7 + agent.rank]}, [])
+        client._ask({"waits": None}, [])
+    assert reports == [(1, (), "the ranks of a node have different commits of state 'state'")]
+
+
+def test_the_number_of_held_states_is_bounded_and_those_without_a_buffer_give_way(
+    agent: Agent, client: AgentMemory, buffer: int
+) -> None:
+    for number in range(MAX_NAMES):
+        agent.call(agent.memory.hold, f"unknown {number}", [CommitId(1, 1)], None)
+    for number in range(MAX_NAMES):
+        client.keep(f"state {number}", 0, buffer)
+        agent.call(agent.memory.hold, f"state {number}", [CommitId(1, 2)], None)
+    agent.call(agent.memory.hold, "one more", [CommitId(1, 3)], None)
+    assert set(agent.memory._held) == {f"state {number}" for number in range(MAX_NAMES)}
+
+
+def test_a_worker_that_the_agent_does_not_stop_says_so(
+    agent: Agent, client: AgentMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[tuple[int, str]] = []
+    agent.memory.on_state_lost = lambda round, why: lost.append((round, why))
+    monkeypatch.setattr(agent_memory, "REPLY_TIMEOUT_S", 0.1)
+    with pytest.raises(AgentError, match=r"the agent did not stop this worker within 0\.1 s"):
+        client.wait_for_replacement("state")
+    assert lost == [(1, "rank 0 has no commit of state 'state' to restore")]

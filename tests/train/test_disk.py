@@ -1,6 +1,7 @@
 """Commits on disk: what the saver writes, what plain DCP reads, what `restore` does with damaged or foreign files."""
 
 import asyncio
+import errno
 import gc
 import json
 import logging
@@ -571,6 +572,7 @@ def test_the_last_commit_of_a_round_is_saved_after_the_one_that_is_being_saved(d
         before = open_files()
         assert saver.request(0, range(1), 1, "state", 0, (1, 5), fd)
         saver.save_last("state", (1, 8), 1, {0: (1, fd)})
+        assert saver.slots_in_use(0, "state") == [0, 1]
         saver.save_last("state", (1, 9), 1, {0: (1, fd)})  # of the next round: the newest is what counts
         closing = asyncio.ensure_future(saver.close(60.0))
         saver.may_end.release()
@@ -581,3 +583,86 @@ def test_the_last_commit_of_a_round_is_saved_after_the_one_that_is_being_saved(d
         return saver.saved
 
     assert asyncio.run(scenario()) == [(1, 5), (1, 9)]
+
+
+def test_the_last_commit_replaces_a_save_for_which_not_all_workers_have_asked(directory: Path) -> None:
+    async def scenario() -> list[tuple[int, int]]:
+        saver = SlowSaver(directory)
+        fd = os.memfd_create("buffer")
+        before = open_files()
+        assert saver.request(0, range(2), 2, "state", 0, (1, 5), fd)
+        saver.save_last("state", (1, 8), 2, {0: (1, fd), 1: (1, fd)})
+        saver.may_end.release()
+        await saver.close(60.0)
+        assert open_files() == before
+        os.close(fd)
+        return saver.saved
+
+    assert asyncio.run(scenario()) == [(1, 8)]
+
+
+def test_a_last_commit_that_is_not_saved_is_logged(
+    directory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dup, left = os.dup, [1]
+
+    def dup_once(fd: int) -> int:
+        if not left:
+            raise OSError(errno.EMFILE, "Too many open files")
+        left.pop()
+        return dup(fd)
+
+    async def scenario() -> None:
+        saver = SlowSaver(directory)
+        fd = os.memfd_create("buffer")
+        assert saver.request(0, range(1), 1, "state", 0, (1, 5), fd)
+        saver.save_last("state", (1, 6), 1, {0: (1, fd)})
+        saver.save_last("state", (1, 7), 1, {0: (1, fd)})
+        before = open_files()
+        saver.save_last("state", (1, 8), 251, dict.fromkeys(range(251), (1, fd)))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "dup", dup_once)
+            saver.save_last("state", (1, 9), 2, {0: (1, fd), 1: (1, fd)})
+        assert open_files() == before
+        saver.may_end.release()
+        saver.may_end.release()
+        await saver.close(60.0)
+        saver.save_last("state", (1, 10), 1, {0: (1, fd)})
+        os.close(fd)
+
+    asyncio.run(scenario())
+    assert [text.partition(" is not saved: ")[::2] for text in caplog.messages] == [
+        ("state 'state': commit 6", "commit 7 takes its place"),
+        ("state 'state': commit 8", "this node has 251 workers; a saver can take 250"),
+        ("state 'state': commit 9", "the agent cannot keep its buffers: Too many open files; raise `ulimit -n`"),
+        ("state 'state': commit 10", "the agent is ending"),
+    ]
+
+
+def test_savers_that_end_while_another_is_killed_are_no_problem(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> list[int]:
+        saver = SlowSaver(directory)
+        fd, killed, loop = os.memfd_create("buffer"), list[int](), asyncio.get_running_loop()
+        for name in ("a", "b"):
+            saver.request(0, range(1), 1, name, 0, (1, 5), fd)
+        saves = [saver._saves[name] for name in ("a", "b")]
+        saves[0].pid, saves[1].pid = 2**22 + 1, 2**22 + 2  # above all pids
+
+        def end_all() -> None:
+            for save in saves:
+                saver._forget(save)
+
+        def kill(pid: int, signum: int) -> None:
+            if not saver._saves:
+                raise ProcessLookupError
+            killed.append(pid)
+            loop.call_soon(end_all)
+
+        monkeypatch.setattr(os, "kill", kill)
+        await saver.close(0.0)
+        os.close(fd)
+        return killed
+
+    assert asyncio.run(scenario()) == [2**22 + 1, 2**22 + 2]

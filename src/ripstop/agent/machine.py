@@ -282,8 +282,7 @@ class Agent:
             why = f"did not leave the last round within {self.settings.timing.inprocess:g} s"
             return self._replace(set(self._reforming), why)
         if self._leave_at is not None and now >= self._leave_at:
-            limit = f"{self.settings.drain_timeout:g} s"
-            why = f"no common commit of all ranks in {limit}: leaving; the others continue from their newest commit"
+            why = f"no common commit of all ranks within {self.settings.drain_timeout:g} s: leaving without it"
             return [LogLine(why, is_warning=True), *self._stop(why, self._leave_signal or SIGTERM)]
         if self._unhealthy_since is not None and now >= self._unhealthy_since + self.settings.timing.join:
             problems = "; ".join(self.problem_texts())
@@ -475,7 +474,8 @@ class Agent:
             return []
         self._leave_at = now + timeout
         log = LogLine(f"{why}: leaving after a commit of all ranks, in {timeout:g} s at the latest")
-        return [SendToCoordinator(messages.Leaving(why, is_planned=True, is_saved=self.settings.has_checkpoints)), log]
+        leaving = messages.Leaving(why, is_planned=True, is_saved_to_disk=self.settings.has_checkpoints)
+        return [SendToCoordinator(leaving), log]
 
     def _on_closed(self, report: JobReport) -> list[AgentCommand]:
         has_succeeded = report.outcome is Outcome.SUCCEEDED

@@ -36,7 +36,7 @@ from ripstop.model.errors import StartError, UnkillableError
 from ripstop.model.failure import Failure
 from ripstop.model.round import Place
 from ripstop.model.usage import StandbySample
-from ripstop.protocol.messages import LastCommit, Replicated
+from ripstop.protocol.messages import Replicated
 from ripstop.protocol.secret import state_key
 from ripstop.replication.supervisor import Supervisor
 from ripstop.workers.elastic_workers import ElasticWorkers
@@ -45,7 +45,7 @@ from ripstop.workers.group import Exit, Group
 from ripstop.workers.report_socket import Reports, RestoreReport, WorkerReport
 from ripstop.workers.saver_process import Saver
 from ripstop.workers.spawner import ProcessSpec, Spawner, Starter
-from ripstop.workers.state_memory import MadeCommit, StateMemory, WorkerIdentity
+from ripstop.workers.state_memory import StateMemory, WorkerIdentity
 from ripstop.workers.store import StorePort
 
 if TYPE_CHECKING:
@@ -106,8 +106,8 @@ class RoundRunner:
         )
         self._state_memory = StateMemory(self._reports.path, self._identify_worker, self._saver, self._elastic)
         self._state_memory.on_first_commit = lambda round: report(machine_io.FirstCommit(round))
-        self._state_memory.on_last_commits = self._on_last_commits
-        self._state_memory.on_lost = lambda round, why: report(machine_io.StateLost(round, why))
+        self._state_memory.on_last_commits = lambda *made: report(machine_io.LastCommitDone(*made))
+        self._state_memory.on_state_lost = lambda round, why: report(machine_io.StateLost(round, why))
         self.replication = Supervisor(config, node, self._state_memory, self._children, send_replicated)
         self._round: Round | None = None  # the one that runs, or ran last
         self._stores = StorePorts(environ, self._children, run_task, self._on_port_open)
@@ -449,10 +449,6 @@ class RoundRunner:
         slots = self._round.place.slots if self._round is not None else 0
         if why_not := self._state_memory.end_after_commit(number, slots):
             self._report(machine_io.LastCommitDone(number, why_not=why_not))
-
-    def _on_last_commits(self, round: int, made: Mapping[str, MadeCommit]) -> None:
-        commits = (LastCommit(name, each.id.number, needs_copies=not each.is_replicated) for name, each in made.items())
-        self._report(machine_io.LastCommitDone(round, tuple(commits)))
 
     # stop -------------------------------------------------------------------------------------------------------------
 

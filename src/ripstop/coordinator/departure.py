@@ -2,12 +2,13 @@
 
 A node that leaves with notice stays until the round has a last commit.  Rules
 1.  The coordinator tells all nodes of the round to make it, if the others can go on without the leaving node, or if
-    the nodes write it to disk.  Otherwise, the node leaves at once.
+    the nodes write it to disk.  Otherwise, or if workers of another node have already exited 0, the node leaves at
+    once.
 2.  When all ranks have made it, the parts of all nodes are copied to their partners, unless the state is equal on all
     ranks, or nobody goes on.  Then the round ends.  Nothing is charged, and the next round, or the next job with this
     directory for checkpoints, continues from this commit.
 3.  If a node cannot make it, the leaving node does not wait.  The leaving node has a deadline of its own.  A round that
-    ends meanwhile for another reason ends this, too.
+    ends meanwhile for another reason cancels the last commit.
 """
 
 from typing import TYPE_CHECKING
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from ripstop.coordinator.job import Job
 
 
-NOT_USEFUL = "no last commit: too few nodes would go on, and without --checkpoint-dir it cannot be kept"
+TOO_FEW_NODES = "no last commit: too few nodes would go on, and without --checkpoint-dir it cannot be kept"
+FINISHING = "no last commit: workers of another node have already exited 0"
 
 
 class Departure(Struct):
@@ -34,7 +36,7 @@ class Departure(Struct):
     node: str = ""  # the first that leaves
     why: str = ""
     done: dict[str, tuple[messages.LastCommit, ...]] = field(default_factory=dict)  # by node
-    is_copying: bool = False
+    copying: list[messages.LastCommit] | None = None  # those that partners copy; None: they were not asked yet
 
 
 def begin(job: "Job", node: str, leaving: messages.Leaving) -> None:
@@ -42,19 +44,26 @@ def begin(job: "Job", node: str, leaving: messages.Leaving) -> None:
     why = leaving.why
     if not leaving.is_planned:
         return
-    is_useful = (_can_go_on(job) or leaving.is_saved) and not job.succeeded
+    why_not = _why_useless(job, leaving)
     if job.departure.round == job.round > 0:
-        if not is_useful:  # with one more node that leaves
-            _give_up(job, f"{why}; {NOT_USEFUL}")
+        if why_not:  # with one more node that leaves
+            _give_up(job, f"{why}; {why_not}")
         return  # all nodes know already
     if job.phase is not Phase.RUNNING or node not in job.places:
         job.send(node, messages.StandBy(job.round, why))
         return
-    if not is_useful:
-        job.send(node, messages.StandBy(job.round, f"{why}; {NOT_USEFUL}"))
+    if why_not:
+        job.send(node, messages.StandBy(job.round, f"{why}; {why_not}"))
         return
     job.departure = Departure(job.round, node, why)
     job.commands += [Send(name, messages.MakeLastCommit(job.round)) for name in job.places]
+
+
+def _why_useless(job: "Job", leaving: messages.Leaving) -> str:
+    """Why there is no last commit (rule 1), or ""."""
+    if job.succeeded:
+        return FINISHING
+    return "" if _can_go_on(job) or leaving.is_saved_to_disk else TOO_FEW_NODES
 
 
 def _can_go_on(job: "Job") -> bool:
@@ -66,8 +75,10 @@ def on_made(job: "Job", node: str, made: messages.LastCommitMade) -> None:
     departure = job.departure
     if made.round != job.round or departure.round != job.round or node not in job.places:
         return
-    if made.why_not or len(made.commits) > MAX_STATES or not all(map(_is_valid, made.commits)):
-        _give_up(job, f"{departure.why}; no common commit: {made.why_not}")
+    is_valid = len(made.commits) <= MAX_STATES and all(map(_is_valid, made.commits))
+    if made.why_not or not is_valid:
+        why_not = made.why_not or f"node {node} reported too many States, or a value that is out of range"
+        _give_up(job, f"{departure.why}; no common commit: {why_not}")
         return
     departure.done[node] = made.commits
 
@@ -91,12 +102,9 @@ def end_if_made(job: "Job", now: float) -> bool:
         return False
     last = _last_commits(departure)
     if _can_go_on(job) and all(place.partner for place in job.places.values()):
-        missing = [commit for commit in last if commit.needs_copies and not _has_copies(job, commit)]
-        if missing and not departure.is_copying:
-            departure.is_copying = True
-            requests = [job.replication.request(job.round, commit.state, commit.number) for commit in missing]
-            job.commands += [Send(name, request) for request in requests for name in job.places]
-        if missing:
+        if departure.copying is None:
+            departure.copying = _request_copies(job, last)
+        if not all(_has_copies(job, commit) for commit in departure.copying):
             return False
     number = max((commit.number for commit in last), default=0)
     why = f"node {departure.node} leaves: {departure.why}; all ranks have commit {number}"
@@ -111,6 +119,18 @@ def _last_commits(departure: Departure) -> list[messages.LastCommit]:
         if commit.state not in last or commit.needs_copies:
             last[commit.state] = commit
     return list(last.values())
+
+
+def _request_copies(job: "Job", last: list[messages.LastCommit]) -> list[messages.LastCommit]:
+    """Ask for the missing copies; the commits that will have them.  Copies of too many States are not asked for."""
+    asked = []
+    for commit in last:
+        if commit.needs_copies and not _has_copies(job, commit):
+            request = job.replication.request(job.round, commit.state, commit.number)
+            if request is not None:
+                asked.append(commit)
+                job.commands += [Send(name, request) for name in job.places]
+    return asked
 
 
 def _has_copies(job: "Job", commit: messages.LastCommit) -> bool:

@@ -11,6 +11,8 @@ rank.  Rules
 4.  A set is freed only after a newer one is complete.  So once one is complete, there always is one.
 5.  A node reports again after every reconnect, so that a new coordinator learns the sets.  Until it knows a complete
     one, it lets nodes free none.
+6.  The number of States is bounded.  If there is no room for a new one, those without a report in this round or in the
+    last one are forgotten.
 """
 
 from collections import Counter
@@ -86,6 +88,7 @@ class ReplicationPlan:
 
     def __init__(self) -> None:
         self._states: dict[str, _Sets] = {}
+        self._rounds = (0, 0)  # the newest two with reports or requests
 
     def complete(self, state: str) -> CommitId | None:
         """The newest complete set."""
@@ -102,13 +105,12 @@ class ReplicationPlan:
         self, node: str, report: Replicated, nodes: Collection[str], now: float
     ) -> list[tuple[str | None, Replicate]]:
         """Messages to send, each to one node or to all (None).  `nodes` are those of the round that have a partner."""
-        is_known = report.state in self._states or len(self._states) < MAX_STATES
         is_valid = all(0 <= n <= MAX_NUMBER for n in (report.newest, report.copied, report.missed, report.size))
-        if node not in nodes or len(report.state) > MAX_NAME_CHARS or not (is_known and is_valid):
+        if node not in nodes or len(report.state) > MAX_NAME_CHARS or not is_valid:
             return []
-        sets = self._states.setdefault(report.state, _Sets())
-        if sets.round != report.round:
-            sets = self._states[report.state] = _Sets(report.round, complete=sets.complete, bytes=sets.bytes)
+        sets = self._sets(report.state, report.round)
+        if sets is None:
+            return []
         sets.reports[node] = report
         if len(sets.reports) < len(nodes):
             return []
@@ -125,13 +127,30 @@ class ReplicationPlan:
         sets.target = max(each.newest for each in reports) + sets.ahead
         return [(None, self._request(report.state))]
 
-    def request(self, round: int, state: str, number: int) -> Replicate:
-        """Copy this commit of the round now."""
+    def request(self, round: int, state: str, number: int) -> Replicate | None:
+        """Copy this commit of the round now; None if there are too many States."""
+        sets = self._sets(state, round)
+        if sets is None:
+            return None
+        sets.target = number
+        return self._request(state)
+
+    def _sets(self, state: str, round: int) -> _Sets | None:
+        """Those of the State in this round; None if there is no room for another State (rule 6)."""
+        if round != self._rounds[1]:
+            self._rounds = self._rounds[1], round
+        if state not in self._states and len(self._states) >= MAX_STATES:
+            self._states = {name: sets for name, sets in self._states.items() if self._is_recent(sets)}
+            if len(self._states) >= MAX_STATES:
+                return None
         sets = self._states.setdefault(state, _Sets(round))
         if sets.round != round:
             sets = self._states[state] = _Sets(round, complete=sets.complete, bytes=sets.bytes)
-        sets.target = number
-        return self._request(state)
+        return sets
+
+    def _is_recent(self, sets: _Sets) -> bool:
+        last, current = self._rounds
+        return sets.round == current or (sets.round == last and bool(sets.reports))
 
     def _request(self, state: str) -> Replicate:
         sets = self._states[state]

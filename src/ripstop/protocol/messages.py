@@ -148,12 +148,12 @@ class Leaving(ProtocolMessage, frozen=True):
     """The agent was asked to stop and is stopping its workers.  It takes part in no further round.
 
     `is_planned`: its workers go on until the round has a last commit (`MakeLastCommit`), or a deadline has passed.
-    `is_saved`: the nodes write that commit to disk, so that it is of use even if no node goes on.
+    `is_saved_to_disk`: the nodes write that commit to disk, so that it is of use even if no node goes on.
     """
 
     why: str
     is_planned: bool = False
-    is_saved: bool = False
+    is_saved_to_disk: bool = False
 
 
 class LastCommit(Struct, frozen=True, forbid_unknown_fields=True):

@@ -124,8 +124,11 @@ class AgentMemory:
         self._wait(None)
 
     def wait_for_replacement(self, name: str) -> None:
-        """This worker went on in place, and has no commit of this State: returns when it is being stopped."""
-        self._ask({"lost": name}, [])
+        """This worker went on in place, and has no commit of this State: returns when it is being stopped.
+
+        AgentError if the agent does not stop it within REPLY_TIMEOUT_S.
+        """
+        self._ask({"state_lost": name}, [])
         self._is_ending = True
         self._wait(REPLY_TIMEOUT_S)
 
@@ -135,6 +138,9 @@ class AgentMemory:
             with interruption.waking(self._shut_down):
                 while self._is_ending:
                     self._on_held(self._receive()[0])
+        except TimeoutError as error:
+            interruption.check()
+            raise AgentError(f"the agent did not stop this worker within {timeout:g} s") from error
         except (OSError, ValueError) as error:
             interruption.check()
             raise AgentError(f"the agent has gone: {error}") from error

@@ -59,6 +59,16 @@ class Save:
     began: float = 0.0
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def add(self, buffers: Mapping[int, tuple[int, int]]) -> bool:
+        """Keep duplicates of these ranks' descriptors; False if the agent has none left."""
+        try:
+            for rank, (slot, fd) in buffers.items():
+                self.buffers[rank] = slot, os.dup(fd)
+        except OSError as error:
+            _warn(self.name, self.commit, f"the agent cannot keep its buffers: {error.strerror}; raise `ulimit -n`")
+            return False
+        return True
+
     def close(self) -> None:
         for _, fd in self.buffers.values():
             os.close(fd)
@@ -107,8 +117,8 @@ class Saver:
             return False
         if save is None:
             save = self._saves[name] = Save(name, commit, world_size)
-        if rank not in save.buffers:
-            save.buffers[rank] = slot, os.dup(fd)
+        if rank not in save.buffers and not save.add({rank: (slot, fd)}):
+            return False
         if set(save.buffers) == set(local_ranks):
             self._begin(save)
         return True
@@ -118,18 +128,25 @@ class Saver:
     ) -> None:
         """Save the last commit of a round; `buffers` are the slot and the descriptor of each rank of this node."""
         running = self._saves.get(name)
-        is_known = running is not None and running.is_started and running.commit == commit
-        if is_known or self._is_closing or len(buffers) > MAX_SAVED_BUFFERS:
+        if running is not None and not running.is_started:  # a worker did not ask
+            self._forget(running)
+            running = None
+        if running is not None and running.commit == commit:
             return
-        save = Save(name, commit, world_size, {rank: (slot, os.dup(fd)) for rank, (slot, fd) in buffers.items()})
-        if running is not None and running.is_started:
+        if self._is_closing or len(buffers) > MAX_SAVED_BUFFERS:
+            too_many = f"this node has {len(buffers)} workers; a saver can take {MAX_SAVED_BUFFERS}"
+            _warn(name, commit, "the agent is ending" if self._is_closing else too_many)
+            return
+        save = Save(name, commit, world_size)
+        if not save.add(buffers):
+            save.close()
+        elif running is None:
+            self._begin(save)
+        else:
             if (older := self._next.pop(name, None)) is not None:
+                _warn(name, older.commit, f"commit {commit[1]} takes its place")
                 older.close()
             self._next[name] = save
-            return
-        if running is not None:
-            running.close()  # a worker did not ask
-        self._begin(save)
 
     def _begin(self, save: Save) -> None:
         self._saves[save.name] = save
@@ -137,11 +154,9 @@ class Saver:
         self._run_task(self._start(save))
 
     def slots_in_use(self, rank: int, name: str) -> list[int]:
-        save = self._saves.get(name)
-        if save is None or rank not in save.buffers:
-            return []
-        slot = save.buffers[rank][0]
-        return [slot] if slot >= 0 or save.is_started else []  # a rank that never asks must not block the others
+        saves = [save for save in (self._saves.get(name), self._next.get(name)) if save and rank in save.buffers]
+        slots = [(save.buffers[rank][0], save.is_started) for save in saves]
+        return [slot for slot, is_started in slots if slot >= 0 or is_started]  # a rank that never asks blocks no other
 
     async def _start(self, save: Save) -> None:
         ranks = sorted(save.buffers)
@@ -150,7 +165,12 @@ class Saver:
             "name": save.name, "round": save.commit[0], "number": save.commit[1], "world_size": save.world_size,
             "ranks": ranks,
         }  # fmt: skip
-        reply, reply_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            reply, reply_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            self._forget(save)
+            _warn(save.name, save.commit, f"the agent has no descriptor for it: {error.strerror}; raise `ulimit -n`")
+            return
         try:
             entry = SaveState((reply_end, *(save.buffers[rank][1] for rank in ranks)), json.dumps(settings))
             (save.pid,) = await self._spawner.spawn([ProcessSpec({**self._env, "OMP_NUM_THREADS": "1"}, entry)])
@@ -160,7 +180,7 @@ class Saver:
             self._forget(save)
             if not isinstance(error, StartError):
                 raise
-            log.warning("state %r: commit %d is not saved: %s", save.name, save.commit[1], error)
+            _warn(save.name, save.commit, str(error))
         finally:
             os.close(reply_end)
 
@@ -176,7 +196,7 @@ class Saver:
             found = {"problem": f"the saver pid={end.pid} died: {how}"}
         match found:
             case {"problem": problem}:
-                log.warning("state %r: commit %d is not saved: %s", save.name, number, problem)
+                _warn(save.name, save.commit, problem)
             case {"path": path, "bytes": size, "seconds": seconds, "opaque": opaque}:
                 text = "state %r: commit %d is saved path=%s bytes=%d seconds=%.2f"
                 log.info(text, save.name, number, path, size, seconds)
@@ -201,10 +221,16 @@ class Saver:
                 while self._saves:
                     await next(iter(self._saves.values())).has_ended.wait()
         for save in self._next.values():
-            log.warning("state %r: commit %d is not saved: %.0f s were not enough", save.name, save.commit[1], shutdown)
+            _warn(save.name, save.commit, f"{shutdown:.0f} s were not enough")
             save.close()
         self._next.clear()
-        for save in [save for save in self._saves.values() if save.pid]:
+        running = [save for save in self._saves.values() if save.pid]
+        for save in running:  # no await until all are signalled: a pid is theirs until the event loop reaps it
             log.warning("state %r: the saver is killed: %.0f s were not enough", save.name, shutdown)
             os.kill(save.pid, signal.SIGKILL)
+        for save in running:
             await save.has_ended.wait()
+
+
+def _warn(name: str, commit: tuple[int, int], why: str) -> None:
+    log.warning("state %r: commit %d is not saved: %s", name, commit[1], why)

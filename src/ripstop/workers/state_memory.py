@@ -25,11 +25,12 @@ import struct
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ripstop.commit_memory import FIRST_COPY_SLOT, CommitId
+from ripstop.protocol.messages import LastCommit
 from ripstop.workers.elastic_workers import ElasticWorkers
 from ripstop.workers.report_socket import file_identity
 from ripstop.workers.saver_process import Saver
@@ -40,6 +41,7 @@ PATH_SUFFIX = "-state"  # of the path of the socket for reports; `train/agent_me
 MAX_REQUEST_BYTES = 4096
 MAX_NAMES = 16  # of States, for each rank
 MAX_NAME_CHARS = 64
+MAX_NUMBER = 1 << 48  # of a commit, or of its round; the coordinator has the same limits
 MAX_SLOTS = 16  # buffers of one State
 MAX_RANKS = 512  # whose buffers of one State a node can hold
 ACCEPT_RETRY_S = 1.0
@@ -61,7 +63,7 @@ class WorkerIdentity:
 
 @dataclass(frozen=True, slots=True)
 class MadeCommit:
-    """A worker's last commit of a State in a round, and whether all ranks have it equal."""
+    """One rank's last commit of a State in a round, its buffer, and whether all ranks have it equal."""
 
     id: CommitId
     slot: int
@@ -97,8 +99,9 @@ class StateMemory:
         self._last: dict[str, dict[int, MadeCommit]] = {}  # by name and rank: the last commits of the round
         self._waiting: set[int] = set()  # ranks that have made theirs
         self.on_first_commit: Callable[[int], None] | None = None  # of a worker in this round
-        self.on_last_commits: Callable[[int, dict[str, MadeCommit]], None] | None = None  # of all workers in this round
-        self.on_lost: Callable[[int, str], None] | None = None  # a worker of this round cannot go on in place, and why
+        # all workers of this round have made their last commits; or why these are of no use
+        self.on_last_commits: Callable[[int, tuple[LastCommit, ...], str], None] | None = None
+        self.on_state_lost: Callable[[int, str], None] | None = None  # a worker cannot go on in place, and why
         self.on_kept: Callable[[int, str, int, int], None] | None = None  # a worker's rank, name, slot, descriptor
 
     def listen(self) -> None:
@@ -212,17 +215,17 @@ class StateMemory:
                 "commit": [int(round), int(number)],
                 "slot": int(slot),
                 "replicated": bool(same),
-            } if name in self._last or len(self._last) < MAX_NAMES:
+            } if self._is_valid_last(name, round, number):
                 self._last.setdefault(name, {})[worker.rank] = MadeCommit(CommitId(round, number), slot, same)
                 return {}, []
             case {"waits": None}:
                 self._on_waiting(worker)
                 return {}, []
-            case {"lost": str(name)}:
+            case {"state_lost": str(name)}:
                 self._listeners[connection] = name
                 self._ending.add(connection)
-                if self.on_lost is not None:
-                    self.on_lost(worker.round, f"rank {worker.rank} has no commit of state {name!r} to restore")
+                if self.on_state_lost is not None:
+                    self.on_state_lost(worker.round, f"rank {worker.rank} has no commit of state {name!r} to restore")
                 return {}, []
             case {"held": str(name)}:
                 self._listeners[connection] = name
@@ -323,6 +326,10 @@ class StateMemory:
 
     def hold(self, name: str, ids: Iterable[CommitId], complete: CommitId | None) -> None:
         """Workers must not overwrite these commits.  If one is `complete` on all nodes, older copies are freed."""
+        if name not in self._held and len(self._held) >= MAX_NAMES:
+            self._held = {state: held for state, held in self._held.items() if self._ranks(state)}
+            if len(self._held) >= MAX_NAMES:
+                return
         self._held[name] = list(ids)
         self._tell([connection for connection, state in self._listeners.items() if state == name])
         newest = max(self._held[name])
@@ -363,23 +370,34 @@ class StateMemory:
         self._ending -= released
         self._tell(released)
 
+    def _is_valid_last(self, name: str, round: int, number: int) -> bool:
+        is_known = name in self._last or len(self._last) < MAX_NAMES
+        return is_known and len(name) <= MAX_NAME_CHARS and 0 <= round <= MAX_NUMBER and 0 <= number <= MAX_NUMBER
+
     def _on_waiting(self, worker: WorkerIdentity) -> None:
+        if worker.rank in self._waiting:
+            return
         self._waiting.add(worker.rank)
         if len(self._waiting) < len(worker.local_ranks):
             return
+        commits, why_not = [], ""
         for name, made in self._last.items():
-            self._save_last(worker, name, made)
+            ids = {commit.id for commit in made.values()}
+            if len(ids) > 1:
+                why_not = f"the ranks of a node have different commits of state {name!r}"
+                continue
+            (id,) = ids
+            self._save_last(worker, name, id, made)
+            needs_copies = not all(commit.is_replicated for commit in made.values())
+            commits.append(LastCommit(name, id.number, needs_copies))
         if self.on_last_commits is not None:
-            commits = {name: _merged(made.values()) for name, made in self._last.items()}
-            self.on_last_commits(worker.round, commits)
+            self.on_last_commits(worker.round, tuple(commits), why_not)
 
-    def _save_last(self, worker: WorkerIdentity, name: str, made: Mapping[int, MadeCommit]) -> None:
+    def _save_last(self, worker: WorkerIdentity, name: str, id: CommitId, made: Mapping[int, MadeCommit]) -> None:
         """Save the last commit to disk: perhaps no node goes on."""
-        ids = {commit.id for commit in made.values()}
         slots = {rank: (commit.slot, self._buffers.get((rank, name), {})) for rank, commit in made.items()}
         buffers = {rank: (slot, fds[slot]) for rank, (slot, fds) in slots.items() if slot in fds}
-        if self._saver is not None and len(ids) == 1 and buffers.keys() == set(worker.local_ranks):
-            (id,) = ids
+        if self._saver is not None and buffers.keys() == set(worker.local_ranks):
             self._saver.save_last(name, (id.round, id.number), worker.world_size, buffers)
 
     def forget_sets(self) -> None:
@@ -422,12 +440,6 @@ class StateMemory:
             for fd in slots.values():
                 os.close(fd)
         self._buffers.clear()
-
-
-def _merged(made: Iterable[MadeCommit]) -> MadeCommit:
-    """The commit of a node; its ranks have the same number."""
-    newest = max(made := list(made), key=lambda commit: commit.id)
-    return replace(newest, is_replicated=all(commit.is_replicated for commit in made))
 
 
 def _peer_pid(connection: socket.socket) -> int:
