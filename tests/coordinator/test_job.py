@@ -482,6 +482,12 @@ def test_workers_that_cannot_restore_a_commit_in_place_are_replaced_without_a_ch
     assert held(commands) == {"a": 1, "b": 1} and assigned(commands) == {"a": 0, "b": 1}
     assert job.restarts.used == 0
     assert receive(job, "a", StateLost(1, "rank 0 has no commit"), 3.1) == []
+    successor = new_job(2, 2)
+    receive(successor, "a", join(successor, "a", held=place(1, 0, 2), status=Status.RUNNING, newest=1), 0.0)
+    assert successor.phase is Phase.RECOVERING
+    assert held(receive(successor, "a", StateLost(1, "rank 0 has no commit"), 0.1)) == {"a": 1}
+    late = join(successor, "b", held=place(1, 1, 2), status=Status.RUNNING, newest=1)
+    assert held(receive(successor, "b", late, 0.2)) == {"b": 1} and successor.restarts.used == 0
 
 
 def test_a_leaving_node_does_not_wait_if_a_node_cannot_make_the_last_commit() -> None:

@@ -203,7 +203,7 @@ class Job:
             case messages.LastCommitMade():
                 departure.on_made(self, node, message)
             case messages.StateLost(round, why) if round == self.round and node in self.places:
-                if self.phase is Phase.RUNNING:
+                if self.phase in (Phase.RUNNING, Phase.RECOVERING):
                     self.end_round(RoundEndCause.STATE_LOST, why, now)
                     self.stand_by(why)  # all workers of the next round are new processes
             case messages.Stopped(failures):
