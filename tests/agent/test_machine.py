@@ -26,6 +26,7 @@ from ripstop.agent.machine_io import (
     SendToCoordinator,
     SignalReceived,
     StartWorkers,
+    StateLost,
     StopWorkers,
     StorePortReady,
     Tick,
@@ -787,6 +788,19 @@ def test_a_worker_that_has_lost_a_peer_is_reported_while_its_round_runs() -> Non
     assert on(agent, WorkerLostPeer(1), 6.1) == []
     agent.on(WorkersFailed(2, (failure(2),)), 7.0)
     assert on(agent, WorkerLostPeer(2), 7.1) == []  # the coordinator knows of the failure
+
+
+def test_a_lost_state_is_reported_to_every_coordinator_until_the_round_is_replaced() -> None:
+    agent, report = elastic_agent(0, 1), SendToCoordinator(messages.StateLost(1, "rank 0 has no commit"))
+    agent.on(CoordinatorLost("gone"), 5.0)
+    assert on(agent, StateLost(1, "rank 0 has no commit"), 5.1) == []
+    for now in (6.0, 7.0):
+        assert report in agent.on(CoordinatorConnected("host"), now)
+        agent.on(CoordinatorLost("gone"), now)
+    agent.on(CoordinatorConnected("host"), 8.0)
+    agent.on(assign(2), 8.0)
+    agent.on(CoordinatorLost("gone"), 9.0)
+    assert report not in agent.on(CoordinatorConnected("host"), 9.0)
 
 
 def test_workers_of_a_node_without_a_fault_all_go_on() -> None:

@@ -3,7 +3,9 @@
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -12,7 +14,13 @@ import pytest
 from ripstop.agent import preemption_notice
 from ripstop.agent.preemption_notice import has_notice, wait_for_notice
 
-ANSWERS = {"/true": (200, b"TRUE"), "/false": (200, b"FALSE\n"), "/empty": (200, b""), "/json": (200, b'{"action": 1}')}
+ANSWERS = {
+    "/true": (200, b"TRUE"),
+    "/false": (200, b"FALSE\n"),
+    "/empty": (200, b""),
+    "/none": (200, b"NONE"),
+    "/json": (200, b'{"action": 1}'),
+}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -36,8 +44,10 @@ def server() -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize(("path", "is_notice"), [("true", True), ("json", True), ("false", False), ("empty", False)])
-def test_a_text_other_than_false_is_a_notice(server: str, path: str, is_notice: bool) -> None:
+@pytest.mark.parametrize(
+    ("path", "is_notice"), [("true", True), ("json", True), ("false", False), ("empty", False), ("none", False)]
+)
+def test_a_text_other_than_false_or_none_is_a_notice(server: str, path: str, is_notice: bool) -> None:
     assert has_notice(f"{server}/{path}") is is_notice
 
 
@@ -61,40 +71,36 @@ def test_a_file_is_reported_when_it_appears_and_a_server_that_is_down_is_asked_a
     assert asyncio.run(scenario()) == [str(tmp_path / "notice")]
 
 
-def test_a_server_that_never_ends_its_answer_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("start", [b"", b"HTTP/1.0 200 OK\r\n\r\n"])
+def test_an_endless_answer_is_an_error_that_is_logged_once_and_the_next_answer_counts(
+    start: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(preemption_notice, "INTERVAL_S", 0.01)
     monkeypatch.setattr(preemption_notice, "REQUEST_TIMEOUT_S", 0.5)
-    tries = 0
+    found: list[str] = []
 
-    def trickle(listener: socket.socket, is_over: threading.Event) -> None:
-        """Each byte comes before the timeout, and there is always another one."""
-        nonlocal tries
-        listener.settimeout(0.1)
-        connections: list[socket.socket] = []
-        while not is_over.wait(0.05):
-            try:
-                connections.append(listener.accept()[0])
-                tries += 1
-            except TimeoutError:
-                pass
-            for connection in connections:
-                connection.send(b"x")
-        for connection in connections:
-            connection.close()
+    def serve(listener: socket.socket) -> None:
+        """Two answers of which each byte comes before the timeout, and there is always another one; then a notice."""
+        for _ in range(2):
+            with listener.accept()[0] as connection, suppress(OSError):
+                connection.sendall(start)
+                while True:
+                    connection.sendall(b"x")
+                    time.sleep(0.05)
+        with listener.accept()[0] as connection:
+            connection.recv(4096)
+            connection.sendall(b"HTTP/1.0 200 OK\r\n\r\nTRUE")
 
     async def scenario(url: str) -> None:
-        waiting = asyncio.create_task(wait_for_notice(url, pytest.fail))
-        await asyncio.sleep(3)
-        waiting.cancel()
+        async with asyncio.timeout(60):
+            await wait_for_notice(url, found.append)
 
-    before = threading.active_count()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        is_over = threading.Event()
-        thread = threading.Thread(target=trickle, args=(listener, is_over))
+        thread = threading.Thread(target=serve, args=(listener,), daemon=True)
         thread.start()
-        try:
-            asyncio.run(scenario(f"http://127.0.0.1:{listener.getsockname()[1]}/"))
-            assert tries == 1 and threading.active_count() <= before + 2
-        finally:
-            is_over.set()
-            thread.join()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        asyncio.run(scenario(url))
+        thread.join(60)
+    assert found == [url]
+    assert [record.getMessage().startswith(f"--preemption-notice={url} failed") for record in caplog.records] == [True]
+    assert len(caplog.text) < 500

@@ -49,8 +49,8 @@ from ripstop.model.failure import CollectiveProgress, Failure, Hang
 from ripstop.model.operator_commands import DrainNode, RestartRound, ScaleJob, StopJob, rejection_reason
 from ripstop.model.round import Address, Node, Outcome, Place, RankBy
 from ripstop.model.status import NodeState, Phase
-from ripstop.protocol.codec import MAX_FRAME_BYTES, encode
-from ripstop.protocol.limits import bounded
+from ripstop.protocol.codec import MAX_FRAME_BYTES, decode, encode
+from ripstop.protocol.limits import MAX_ROUND_STEP, bounded
 from ripstop.protocol.messages import (
     Assign,
     Closed,
@@ -483,6 +483,12 @@ def test_workers_that_cannot_restore_a_commit_in_place_are_replaced_without_a_ch
     assert held(commands) == {"a": 1, "b": 1} and assigned(commands) == {"a": 0, "b": 1}
     assert job.restarts.used == 0
     assert receive(job, "a", StateLost(1, "rank 0 has no commit"), 3.1) == []
+    successor = new_job(2, 2)
+    receive(successor, "a", join(successor, "a", held=place(1, 0, 2), status=Status.RUNNING, newest=1), 0.0)
+    assert successor.phase is Phase.RECOVERING
+    assert held(receive(successor, "a", StateLost(1, "rank 0 has no commit"), 0.1)) == {"a": 1}
+    late = join(successor, "b", held=place(1, 1, 2), status=Status.RUNNING, newest=1)
+    assert held(receive(successor, "b", late, 0.2)) == {"b": 1} and successor.restarts.used == 0
 
 
 def test_a_leaving_node_does_not_wait_if_a_node_cannot_make_the_last_commit() -> None:
@@ -674,17 +680,41 @@ def test_a_node_that_does_not_reconnect_is_lost() -> None:
 
 
 def test_a_disconnected_node_is_lost_at_once_when_a_worker_that_stays_has_lost_a_peer() -> None:
-    job = running("a", "b", restarts=0)
+    job = running("a", "b", "c", restarts=0)
     on(job, NodeDisconnected("b"), 5.0)
     assert receive(job, "a", PeerLost(7), 5.1) == []  # of another round
-    assert assigned(receive(job, "a", PeerLost(1), 5.1)) == {"a": 0}
+    assert assigned(receive(job, "a", PeerLost(1), 5.1)) == {"a": 0, "c": 1}
     assert job.restarts.used == 0
 
 
-def test_a_node_is_lost_at_once_if_its_connection_closes_after_its_peers_have_lost_it() -> None:
-    job = running("a", "b", restarts=0)
-    assert receive(job, "a", PeerLost(1), 5.0) == []  # a worker may have died: its node reports that
-    assert assigned(on(job, NodeDisconnected("b"), 5.1)) == {"a": 0}
+def test_a_node_is_lost_at_once_if_its_connection_closes_just_after_a_worker_has_lost_a_peer() -> None:
+    job = running("a", "b", "c", "d", restarts=0)
+    assert receive(job, "a", PeerLost(1), 4.0) == []  # a worker may have died: its node reports that
+    assert assigned(on(job, NodeDisconnected("b"), 4.1)).keys() == {"a", "c", "d"}
+    assert on(job, NodeDisconnected("c"), 4.2) == []  # the report was about the last round
+    later = running("a", "b", "c")
+    receive(later, "a", PeerLost(1), 4.0)
+    assert on(later, NodeDisconnected("b"), 4.0 + RECONNECT_TIMEOUT_S) == []
+
+
+def test_a_fault_in_the_coordinators_own_network_removes_no_node_at_once() -> None:
+    settings = JobSettings("job7", 1, 3, TIMING, Budget(0, backoff=0.0), own="a")
+    own = Job(settings)
+    for name in "abc":
+        own.on(NodeMessage(name, join(own, name)), 0.0)
+    two, three = running("a", "b", restarts=0), running("a", "b", "c", restarts=0)
+    receive(own, "a", PeerLost(1), 5.0)
+    assert on(own, NodeDisconnected("b"), 5.1) == on(own, NodeDisconnected("c"), 5.1) == []
+    on(two, NodeDisconnected("b"), 5.0)
+    on(three, NodeDisconnected("b"), 5.0)
+    on(three, NodeDisconnected("c"), 5.0)
+    for job in (two, three):
+        assert receive(job, "a", PeerLost(1), 5.1) == []
+    for job in (own, two, three):
+        for name in [n for n in job.places if n != "a"]:
+            back = join(job, name, held=job.places[name], status=Status.RUNNING, newest=1)
+            assert receive(job, name, back, 5.3) == []
+        assert (job.phase, job.round, job.liveness.disconnected) == (Phase.RUNNING, 1, {})
 
 
 def test_a_disconnected_node_is_lost_at_once_when_a_peer_fails() -> None:
@@ -1154,6 +1184,23 @@ def test_a_node_with_a_different_nnodes_is_rejected() -> None:
 def test_a_node_with_an_invalid_number_of_workers_is_rejected(slots: int) -> None:
     job = new_job()
     assert "1 to 4096 workers" in rejection(receive(job, "a", Join(node("a", slots=slots), 1, 4), 0.0))
+
+
+def test_a_node_with_an_absurd_round_is_rejected_and_the_rounds_after_the_highest_allowed_one_work() -> None:
+    job, high = new_job(2, 2), 2**52
+    for state in ({"newest": high + 1}, {"held": place(high + 1)}, {"held": place(2**63 - 1)}, {"held": place(-1)}):
+        assert f"from 0 to {high} here" in rejection(receive(job, "a", join(job, "a", **state), 0.0))
+    receive(job, "a", join(job, "a", newest=high, restarts=2**63 - 1), 0.0)
+    receive(job, "b", join(job, "b"), 0.0)
+    for number in (high + 1, high + 2):
+        assign = Assign(job.places["b"], "")
+        assert job.round == number and decode(encode(assign), (Assign,)) == assign
+        back = join(job, "b", held=job.places["b"], newest=number, restarts=job.places["b"].restarts)
+        assert decode(encode(back), (Join,)) == back and receive(job, "b", back, 1.0) == []
+        offer_anew(job, "a", 1.0)
+        on(job, RestartRound("again"), 1.0)
+    too_high = join(job, "b", newest=job.round + MAX_ROUND_STEP + 1)
+    assert "node b reports" in rejection(receive(job, "b", too_high, 2.0))
 
 
 def test_a_node_that_joins_under_another_name_is_rejected() -> None:

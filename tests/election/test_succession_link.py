@@ -261,7 +261,8 @@ async def test_a_candidate_disconnects_an_agent_with_an_absurd_epoch_or_an_unkno
         for follow in (
             Follow(2**62, "y", known),
             Follow(1, "y", replace(known, epoch=2**62)),
-            Follow(1, "y", replace(known, serial=2**62)),
+            Follow(1, "y", replace(known, serial=2**53)),
+            Follow(1, "y", replace(known, round=2**53)),
             Follow(1, "y", replace(known, voters=())),
             Follow(1, "y", known, "elsewhere:1"),
         ):

@@ -3,10 +3,13 @@
 `Agent.on(event, now)` changes the state and returns commands; `deadline()` is the time of the next `Tick`.  The driver
 (`driver.py`) executes the commands and owns the clock.  Inputs and commands are in `machine_io.py`.  Rules:
 
-1.  At most one group of workers exists.  The next round's workers start after the last round's have all exited.
+1.  At most one group of workers exists.  The next round's workers start after the last round's have all exited,
+    except in place (rule 8).
 2.  The agent starts only a round newer than every round it has seen.  A `StandBy` ends its round and all older rounds.
     So messages may arrive late, twice or out of order.
-3.  The agent reports what happens; the coordinator decides.  A report that cannot be sent is part of the next `Join`.
+3.  The agent reports what happens; the coordinator decides.  A report that cannot be sent is part of the next `Join`,
+    or follows it (`StateLost`).  Two are not repeated: a `PeerLost` only saves time, and a node that waits for a
+    `LastCommitMade` leaves at its deadline.
 4.  Healthy workers continue while the coordinator is unreachable.  An agent that needs the coordinator gives up after a
     timeout.  It exits 0 if all its workers have succeeded by then.
 5.  On a signal the agent leaves: it reports that, stops its workers with the same signal, and exits 128 + n.  A second
@@ -19,8 +22,8 @@
 7.  A node that is ready offers a port for the store of a later round.  An offer is valid for one connection and one
     round: when the connection breaks, the agent replaces an unused offer, because a round that uses it may be lost.  A
     port that the user fixed is opened once, before the first round; a later round opens it again when it starts.
-8.  Workers that have registered for it, and have not failed, go on in place in the next round; others are replaced.  So
-    is, in the same round, one that has not left its last round after a timeout: its peers wait for its rank.
+8.  Workers that have registered for it, and have not failed, go on in place in the next round; others are replaced.
+    A worker that has not left its last round after a timeout is replaced too.  Its peers wait for its rank.
 9.  A node with a worker that SIGKILL does not end leaves the job: that worker holds its memory and its devices.
 """
 
@@ -110,6 +113,7 @@ class Agent:
         self._signalled_at = 0.0
         self._leave_at: float | None = None  # without a last commit, at this time
         self._state_round = 0  # the last round whose workers have a State
+        self._state_lost = messages.StateLost(0, "")  # the last report
         self._closing: messages.Closing | None = None
         self._exit: ExitAgent | None = None  # to execute when the workers have stopped
         self.is_connected = False
@@ -193,7 +197,8 @@ class Agent:
             case LastCommitDone(round, commits, why_not):
                 return self._send(messages.LastCommitMade(round, commits, why_not))
             case StateLost(round, why):
-                return self._send(messages.StateLost(round, why))
+                self._state_lost = messages.StateLost(round, why)
+                return self._send(self._state_lost)
             case SignalReceived(signum):
                 return self._on_signal(signum, now)
             case PreemptionNoticed(source) if not self.is_leaving():
@@ -251,13 +256,12 @@ class Agent:
             problems_version=self._problems_version,
         )
         out: list[AgentCommand] = [SendToCoordinator(join)]
-        if self._leave_signal:
-            out.append(SendToCoordinator(messages.Leaving(signal_name(self._leave_signal))))
-        elif self._exit:
-            out.append(SendToCoordinator(messages.Leaving(self._exit.why)))
-        if was_connected:
-            out.append(LogLine("coordinator found again"))
-        return out + self._offer_store_port()
+        if self._has_workers_of(self._state_lost.round):
+            out.append(SendToCoordinator(self._state_lost))
+        leaving = signal_name(self._leave_signal) if self._leave_signal else self._exit.why if self._exit else None
+        if leaving is not None:
+            out.append(SendToCoordinator(messages.Leaving(leaving)))
+        return [*out, *([LogLine("coordinator found again")] if was_connected else []), *self._offer_store_port()]
 
     def _reported_round(self) -> tuple[Place | None, messages.Status]:
         """The round that a `Join` reports: the one whose workers exist, or start next."""

@@ -12,8 +12,9 @@ recovery of a round (`recovery.py`), copies of training state (`replication_plan
     round (rule 8) keeps its size.
 4.  A new node disturbs no other node before it is ready.  Nodes beyond the target are spares: they are notified, and
     get a place when one is free.
-5.  A lost node is left out of the next round.  A closed connection is a hint: it becomes a loss when another node
-    of the round fails, or its workers lose a peer, or at once for a node that is leaving or outside the round.
+5.  A lost node is left out of the next round.  A closed connection is a hint: it becomes a loss when a worker of
+    another node fails or reports a lost connection to a peer, or at once for a node that is leaving or outside the
+    round.
 6.  Failures are charged to the budget, and a failure that no budget covers ends the job.  A node that joins, leaves or
     is lost costs nothing.
 7.  A port that a node offers for a store serves one round.  An offer from before that round, or from an earlier
@@ -84,7 +85,6 @@ class Job:
         self.phase_since = now
         self.why = "first round"  # the reason for the current phase
         self.last_failure = ""  # why the last failed round ended
-        self._peer_lost_in = 0  # the last round in which a worker lost a peer
         self.succeeded: set[str] = set()  # nodes of the live round whose workers all exited 0
         self.is_held = False  # the nodes of the last round were asked to stop
         self.awaiting_stop: set[str] = set()  # nodes whose failures the report waits for
@@ -191,10 +191,8 @@ class Job:
                 self.events += self.membership.set_problems(node, problems, version, now)
             case messages.Failed(round, failures):
                 self._on_failed(node, round, failures, now)
-            case messages.PeerLost(round) if round == self.round and self.phase is Phase.RUNNING:
-                self._peer_lost_in = round
-                for departing in [n for n in self.liveness.disconnected if n in self.places]:  # rule 5
-                    self._remove(departing, "lost: its connection closed, and its peers lost it", now)
+            case messages.PeerLost(round) if round == self.round and node in self.places:
+                self.liveness.report_lost_peer(node, now)  # rule 5
             case messages.Inspected(round, failures):
                 self.failure_policy.on_diagnosis(node, round, failures)
             case messages.Succeeded(round):
@@ -205,7 +203,7 @@ class Job:
             case messages.LastCommitMade():
                 departure.on_made(self, node, message)
             case messages.StateLost(round, why) if round == self.round and node in self.places:
-                if self.phase is Phase.RUNNING:
+                if self.phase in (Phase.RUNNING, Phase.RECOVERING):
                     self.end_round(RoundEndCause.STATE_LOST, why, now)
                     self.stand_by(why)  # all workers of the next round are new processes
             case messages.Stopped(failures):
@@ -228,7 +226,8 @@ class Job:
 
     def _on_join(self, node: str, join: messages.Join, now: float) -> None:
         staying = (member.node for name, member in self.members.items() if not self.liveness.is_departing(name))
-        if why_not := rejection_reason(node, join, self.settings, staying):
+        known = max(self.round, self.formation.highest_round)
+        if why_not := rejection_reason(node, join, self.settings, staying, known):
             self.events.append(events.NodeRejected(node, why_not))
             self.commands += [Send(node, messages.Rejected(why_not)), Disconnect(node)]
             return
@@ -341,9 +340,8 @@ class Job:
     def _on_disconnect(self, node: str, now: float) -> None:
         if node not in self.members or self.phase is Phase.CLOSED:
             return  # after the end, a node that disconnects without a `Left` may return for the report
-        has_lost_peer = self.phase is Phase.RUNNING and self._peer_lost_in == self.round
-        is_pending = self.failure_policy.is_failure_pending or has_lost_peer
-        if node not in self.places or node in self.liveness.leaving or is_pending or self.phase is Phase.CLOSING:
+        is_leaving, is_pending = node in self.liveness.leaving, self.failure_policy.is_failure_pending
+        if node not in self.places or is_leaving or is_pending or self.phase is Phase.CLOSING:
             self._remove(node, "lost: its connection closed", now)
             return
         self.membership.disconnect(node, now)
@@ -361,6 +359,8 @@ class Job:
         for node, last in self.liveness.expired(now):
             self._remove(node, f"lost: silent for {now - last:.1f} s", now)
             self.commands.append(Disconnect(node))
+        if self.phase is Phase.RUNNING and (peer := self.liveness.lost_peer(self.places, now)):
+            self._remove(peer, "lost: its connection closed, and a worker lost its connection to a peer", now)
         for node, since in self.liveness.not_reconnected(now):
             self._remove(node, f"lost: its connection closed {now - since:.1f} s ago and it did not return", now)
         self.events += self.membership.release(now)

@@ -3,13 +3,16 @@
 Rules: (1) a node that sends nothing for a lease is lost; (2) a node whose connection closed is lost when it does not
 reconnect within `RECONNECT_TIMEOUT_S`; (3) when the coordinator itself was stopped or suspended, every lease and every
 reconnect timeout starts again, but only once for a node that stays silent or away: otherwise a coordinator with too
-little CPU time would never detect a loss.
+little CPU time would never detect a loss; (4) a node whose connection closed is lost at once if a worker of another
+node loses its connection to a peer at about the same time.  Rule 4 holds only if the fault cannot be in the network of
+the coordinator's own machine: the round has more than two nodes, only one of them is disconnected, and the report is
+not from the coordinator's own node.
 
 This module does not decide what a loss means.  Both dictionaries are ordered by time, so the cost of a heartbeat does
 not depend on the number of nodes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import takewhile
 
 LATE_TICK_S = 0.1  # a deadline missed by this much means that this process was stopped or starved
@@ -26,11 +29,13 @@ class Liveness:
         self._own = own
         self._last_received: dict[str, float] = {}  # of every node with a lease, oldest first
         self._extended: set[str] = set()  # silent or disconnected since this coordinator was away
+        self._peer_lost_until = 0.0  # rule 4
 
     def connect(self, node: str, now: float) -> None:
         """The node joined over a new connection."""
         self.disconnected.pop(node, None)
         self.leaving.discard(node)
+        self._peer_lost_until = 0.0  # if it returns, others may return too
         self.renew(node, now)
 
     def renew(self, node: str, now: float) -> None:
@@ -68,6 +73,21 @@ class Liveness:
     def not_reconnected(self, now: float) -> list[tuple[str, float]]:
         """Nodes that are lost by rule 2, and since when each is disconnected."""
         return list(takewhile(lambda entry: now >= entry[1] + RECONNECT_TIMEOUT_S, self.disconnected.items()))
+
+    def start_round(self) -> None:
+        self._peer_lost_until = 0.0
+
+    def report_lost_peer(self, node: str, now: float) -> None:
+        """A worker of this node has lost its connection to a peer."""
+        if node != self._own:
+            self._peer_lost_until = now + RECONNECT_TIMEOUT_S
+
+    def lost_peer(self, round: Collection[str], now: float) -> str | None:
+        """The node of the round that is lost by rule 4."""
+        if now >= self._peer_lost_until or len(round) <= 2:
+            return None
+        disconnected = [node for node in self.disconnected if node in round]
+        return disconnected[0] if len(disconnected) == 1 else None
 
     def is_departing(self, node: str) -> bool:
         return node in self.disconnected or node in self.leaving

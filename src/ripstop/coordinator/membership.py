@@ -24,7 +24,7 @@ from ripstop.coordinator.ranks import Candidate
 from ripstop.model.config import MAX_SLOTS
 from ripstop.model.events import Event, NodeHealthy, NodeJoined, NodeQuarantined, NodeReleased, NodeUnhealthy
 from ripstop.model.round import Address, Node, Place
-from ripstop.protocol.limits import MAX_NAME, invalid_name
+from ripstop.protocol.limits import MAX_NAME, invalid_name, max_round
 from ripstop.protocol.messages import Join, Ready
 
 MAX_HEALTH_CHECK_S = 30.0  # the longest time that a node's health check may take
@@ -185,6 +185,7 @@ class Membership:
         self.places.update(places)
         self.partnered = {node for node, place in places.items() if place.partner}
         self._vacated_ranks = {}
+        self.liveness.start_round()
         for node in self.members:
             self._update(node, now)
 
@@ -315,8 +316,11 @@ class Membership:
         return [(node, f"{why} (it is {self.unfit_reason(node)})") for node in found]
 
 
-def rejection_reason(node: str, join: Join, settings: JobSettings, staying: Iterable[Node]) -> str:
-    """Why the node cannot join the nodes that stay in the job; empty when it can."""
+def rejection_reason(node: str, join: Join, settings: JobSettings, staying: Iterable[Node], known_round: int) -> str:
+    """Why the node cannot join the nodes that stay in the job; empty when it can.
+
+    `known_round` is the highest round that the job knows; 0: none.
+    """
     low, high = settings.min_nodes, settings.max_nodes
     if (low, high) != (join.min_nodes, join.max_nodes):
         return (
@@ -332,6 +336,9 @@ def rejection_reason(node: str, join: Join, settings: JobSettings, staying: Iter
         return f"a node must join under its own name: {node} joined as {join.node.id[:80]!r}; restart the agent"
     if not 1 <= join.node.slots <= MAX_SLOTS:
         return f"a node has 1 to {MAX_SLOTS} workers, node {node} has {join.node.slots}; change --nproc-per-node"
+    highest, held = max_round(known_round), join.held.round if join.held else 0
+    if not (0 <= join.newest <= highest and 0 <= held <= highest):
+        return f"a round is from 0 to {highest} here, node {node} reports {join.newest} and {held}; restart the agent"
     if what := invalid_name(join.node, join.held):
         return f"a name is text of at most {MAX_NAME} characters, the {what} of node {node} is not; change it"
     return _rank_rejection_reason(join.node, high, staying) if settings.fixed_ranks else ""

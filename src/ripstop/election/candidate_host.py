@@ -19,15 +19,14 @@ from ripstop.model.errors import ProtocolError
 from ripstop.model.events import Sink
 from ripstop.model.failure import JobReport
 from ripstop.model.round import Address
-from ripstop.protocol.limits import is_valid_name
+from ripstop.protocol.limits import is_valid_name, max_round
 from ripstop.protocol.messages import Follow, FromAgent, FromCoordinator, Left, Office, Promise, Renewed
 
 log = logging.getLogger("ripstop.coordinator")
 
 MISSING_LOG_DELAY_S = 5.0  # a shorter wait for the first election is not logged
 SETTLE_TIMEOUT_S = 1.0  # for a coordinator that leaves to tell its voters
-MAX_EPOCH_STEP = 1 << 20  # a peer cannot exhaust the numbers of epochs
-MAX_COUNT = 1 << 53
+MAX_STEP = 1 << 20  # a peer cannot exhaust the numbers of epochs and electorates
 
 
 class Peer:
@@ -108,7 +107,7 @@ class CandidateHost:
             return
         match message:
             case Follow(epoch=epoch, electorate=electorate) | Promise(epoch=epoch, electorate=electorate):
-                _check(electorate, epoch, self._candidate.highest_epoch)
+                _check(electorate, epoch, self._candidate)
                 if isinstance(message, Follow) and message.seat and message.seat not in self._seats:
                     raise ProtocolError("the address of a voter must be one of --rdzv-endpoint, this one is not")
                 self._execute(self._candidate.on_message(peer.node, message, boot_time()))
@@ -233,12 +232,14 @@ class CandidateHost:
             log.info("the first election needs a reply from every address of --rdzv-endpoint; missing: %s", missing)
 
 
-def _check(electorate: Electorate, epoch: int, known: int) -> None:
+def _check(electorate: Electorate, epoch: int, candidate: Candidate) -> None:
     """What a candidate keeps and sends to all voters is bounded."""
-    if not all(0 <= number <= known + MAX_EPOCH_STEP for number in (epoch, electorate.epoch)):
-        raise ProtocolError(f"an epoch is at most {MAX_EPOCH_STEP} above the highest known one ({known})")
-    if not electorate.voters or not all(0 <= number <= MAX_COUNT for number in (electorate.serial, electorate.round)):
-        raise ProtocolError(f"an electorate has voters, and counts from 0 to {MAX_COUNT}; this one has not")
+    known, newest = candidate.electorate, candidate.highest_epoch
+    counts = (epoch, newest), (electorate.epoch, newest), (electorate.serial, known.serial)
+    if not all(0 <= number <= highest + MAX_STEP for number, highest in counts):
+        raise ProtocolError(f"an epoch or a serial is at most {MAX_STEP} above the highest known one")
+    if not electorate.voters or not 0 <= electorate.round <= max_round(known.round):
+        raise ProtocolError("an electorate has voters, and a round near the highest known one; this one has not")
     names = (*electorate.voters, *electorate.outgoing)
     if max(len(electorate.voters), len(electorate.outgoing)) > MAX_VOTERS or not all(map(is_valid_name, names)):
         raise ProtocolError(f"an electorate has at most {MAX_VOTERS} voters with valid names, this one has not")

@@ -27,8 +27,8 @@ class UnkillableError(StartError):
     def __init__(self, pids: tuple[int, ...], timeout: float) -> None:
         names = ", ".join(f"pid={pid}" for pid in pids)
         super().__init__(
-            f"a killed worker must end within {timeout:g} s, and {names} did not: it hangs in the kernel "
-            "(see /proc/PID/stack); restart this machine"
+            f"workers still exist {timeout:g} s after SIGKILL: {names}; they hang in the kernel (see /proc/PID/stack); "
+            "restart this machine"
         )
 
 

@@ -33,6 +33,8 @@ MAX_PHRASE = 500  # characters of any other text
 MAX_REASON = 4000  # characters of all reasons for a decision
 MAX_EVENT_ITEMS = 256  # texts in one list of an event
 MAX_HEALTH_INTERVAL_S = 3600.0
+MAX_COUNT = 2**52  # what follows can still be counted and sent: a message has up to 2**53
+MAX_ROUND_STEP = 2**20
 
 _MAX_CHARS = {  # of a text, by its field; a traceback's is twice what agents send
     **dict.fromkeys(("host", "signal", "group", "label", "op", "size"), MAX_NAME),
@@ -51,7 +53,8 @@ def bounded(message: FromAgent) -> FromAgent:
     match message:
         case Join(node=node, held=held, health_interval=interval):  # `invalid_name` checks the names in these
             interval = min(max(0.0, interval), MAX_HEALTH_INTERVAL_S)
-            return replace(_truncated(message), node=node, held=held, health_interval=interval)
+            restarts = min(message.restarts, MAX_COUNT)
+            return replace(_truncated(message), node=node, held=held, restarts=restarts, health_interval=interval)
         case Failed() | Inspected() | Stopped() | Problems():
             return _truncated(message)
         case LastCommitMade(why_not=why):
@@ -98,6 +101,11 @@ def _truncated_event_field(name: str, value: Any) -> Any:
 
 def truncate_reason(text: str) -> str:
     return truncate(text, MAX_REASON)
+
+
+def max_round(known: int) -> int:
+    """The highest round that a node may report if `known` is the highest one so far, so that no node exhausts them."""
+    return known + MAX_ROUND_STEP if known else MAX_COUNT
 
 
 def is_valid_name(text: str) -> bool:

@@ -11,12 +11,15 @@ from contextlib import suppress
 from functools import partial
 from typing import Generic, TypeVar
 
+from ripstop.model.text_formatting import truncate
+
 log = logging.getLogger("ripstop.workers")
 
 T = TypeVar("T")
 
 CALL_TIMEOUT_S = 4.0  # shorter than the timeout of a query to an agent
 MAX_BLOCKED_THREADS = 128
+MAX_WARNING_CHARS = 200  # of an error, which may contain a server's reply
 
 _free_threads = threading.Semaphore(MAX_BLOCKED_THREADS)  # launches of one program may overlap, each in its own thread
 
@@ -72,12 +75,14 @@ async def run_in_daemon_thread(function: Callable[[], T], timeout: float | None 
 class ExclusiveCall(Generic[T]):
     """Calls `function` in a thread, and not again while the last call blocks; used in one event loop.
 
-    If it raises, the last result is returned again, or `initial` if there is none.
+    If it raises, the last result is returned again, or `initial` if there is none.  `what` names it in the warning,
+    which is logged once.
     """
 
-    def __init__(self, function: Callable[[], T], initial: T) -> None:
+    def __init__(self, function: Callable[[], T], initial: T, what: str = "a probe of this node") -> None:
         self._function = function
         self._result = initial
+        self._what = what
         self._has_warned = False
         self._pending: asyncio.Future[T] | None = None
 
@@ -101,5 +106,6 @@ class ExclusiveCall(Generic[T]):
 
     def _warn_once(self, error: Exception) -> None:
         if not self._has_warned:
-            log.warning("a probe of this node failed; its last result is used (logged once): %r", error)
+            text = truncate(repr(error), MAX_WARNING_CHARS)
+            log.warning("%s failed; its last result is used (logged once): %s", self._what, text)
         self._has_warned = True

@@ -181,13 +181,16 @@ def _connect() -> tuple[int, socket.socket] | None:
 
 
 def _is_broken_connection(error: BaseException | None) -> bool:
-    """Whether the loss of a peer may have caused this exception.  gloo has no class for its exceptions."""
+    """Whether the loss of a peer may have caused this exception.  gloo has no class for its exceptions.
+
+    A `ConnectionError` of Python is not a peer's: collectives and stores do not raise it.
+    """
     from torch import distributed
 
     from ripstop.train.transfer import TransferError
 
     while error is not None:
-        if isinstance(error, distributed.DistError | ConnectionError | TransferError | interruption.Interrupted):
+        if isinstance(error, distributed.DistError | TransferError | interruption.Interrupted):
             return True
         if isinstance(error, RuntimeError) and "gloo" in str(error):
             return True

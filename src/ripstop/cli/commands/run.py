@@ -117,7 +117,8 @@ failures
   --allow-chaos               let operators inject faults into this node (ripstop chaos)
   --drain-timeout TIME        how long a node that leaves with notice (SIGTERM, ripstop drain, a preemption) waits for a
                               commit of all ranks, so that no step is repeated; 0: it leaves at once (20)
-  --preemption-notice WHERE   leave when this file exists, or this http:// URL answers with a text other than FALSE
+  --preemption-notice WHERE   leave when this file exists, or this http:// URL answers with a text other than FALSE or
+                              NONE
   --shutdown-timeout TIME     time between SIGTERM and SIGKILL when workers are stopped (30)
   --inprocess-timeout TIME    in-place recovery (@train.elastic): how long a worker may take to leave a round that has
                               ended, before it is replaced; 0: no in-place recovery (5)
