@@ -6,6 +6,7 @@ preempts jobs: a job in the partition `urgent` requeues others.
 """
 
 import os
+import random
 import re
 import shutil
 import signal
@@ -33,6 +34,7 @@ CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
+FirstJobId={first_job}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -86,6 +88,7 @@ class Cluster:
         text = CONFIGURATION.format(
             host=os.uname().nodename.partition(".")[0],
             port=free_port(),
+            first_job=random.randrange(1, 60_000),  # coordinators' ports follow from it
             folder=folder,
             nodes="\n".join(nodes),
             names=",".join(NAMES),
