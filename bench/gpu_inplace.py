@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 
 
 def worker() -> None:
@@ -89,7 +89,7 @@ def events(log: Path) -> list[dict]:
 
 
 def wait_for_step(log: Path, count: int, job: subprocess.Popen[bytes]) -> dict:
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + TIMEOUT_S
     while time.monotonic() < end:
         found = [event for event in events(log) if event["event"] == "step"]
         if len(found) >= count:
@@ -97,7 +97,7 @@ def wait_for_step(log: Path, count: int, job: subprocess.Popen[bytes]) -> dict:
         if job.poll() is not None:
             raise SystemExit(f"the job has ended with {job.returncode}")
         time.sleep(0.005)
-    raise SystemExit(f"no recovery {count - 1} within {PATIENCE_S:g} s; last: {events(log)[-3:]}")
+    raise SystemExit(f"no recovery {count - 1} within {TIMEOUT_S:g} s; last: {events(log)[-3:]}")
 
 
 def main() -> None:

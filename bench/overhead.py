@@ -29,7 +29,7 @@ from ripstop.protocol import secret
 
 HERE = Path(__file__).parent
 TOKEN, RUN_ID = "overhead", "overhead"
-PATIENCE = 600
+TIMEOUT_S = 600
 HELP = subprocess.check_output([sys.executable, "-m", "ripstop", "run", "--help"], text=True)
 
 # What "everything on" is.  Of the job: its flags and environment, None for what is not there.  Of its readers: a path.
@@ -90,7 +90,7 @@ def run(steps: int, *, on: bool) -> dict:
             reader.start()
         agent = Agent(psutil.Process(job.pid), over)
         agent.start()
-        _, said = job.communicate(timeout=PATIENCE)
+        _, said = job.communicate(timeout=TIMEOUT_S)
         over.set()
         for thread in (*readers, agent):
             thread.join()

@@ -30,7 +30,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SCRIPTS = ("transformers_trainer", "lightning_trainer", "accelerate_loop")
 PHASES = ("restart", "imports", "step", "start")
-PATIENCE_S = float(os.environ.get("BENCH_PATIENCE", "300"))
+TIMEOUT_S = float(os.environ.get("BENCH_PATIENCE", "300"))
 STEPS_BEFORE_KILL = 5
 
 
@@ -47,14 +47,14 @@ def events(log: Path) -> list[dict]:
 
 
 def wait_for(job: subprocess.Popen, log: Path, what):
-    end = time.time() + PATIENCE_S
+    end = time.time() + TIMEOUT_S
     while time.time() < end:
         if (found := what(events(log))) is not None:
             return found
         if job.poll() is not None:
             raise RuntimeError(f"the job ended with {job.returncode}")
         time.sleep(0.02)
-    raise TimeoutError(f"nothing after {PATIENCE_S:.0f} s; last events: {events(log)[-3:]}")
+    raise TimeoutError(f"nothing after {TIMEOUT_S:.0f} s; last events: {events(log)[-3:]}")
 
 
 def both(found: list[dict], event: str, without: set[int]) -> float | None:

@@ -50,7 +50,7 @@ JOB = "scale"
 LEASE = 3.0
 SLICES = 500
 HEARTBEAT = b"\x8a\x80\0\0\0\0"  # a Pong without data, masked with zeros
-PATIENCE = 120.0
+TIMEOUT_S = 120.0
 IDLE = 10.0
 AT_ONCE = 256  # handshakes: all nodes share one process, and one that answers late is cut off, as it should be
 UPGRADE = (
@@ -91,7 +91,7 @@ class Fleet:
     async def all_told(self, number: int, count: int) -> float:
         done = asyncio.get_running_loop().create_future()
         self._waiting = (number, count, done)
-        return await asyncio.wait_for(done, PATIENCE)
+        return await asyncio.wait_for(done, TIMEOUT_S)
 
 
 class Node(asyncio.Protocol):
@@ -252,7 +252,7 @@ async def measure(fleet: Fleet, pid: int) -> dict[str, float]:
 
 async def written(log: IO[bytes], text: bytes) -> None:
     """Wait for a text in the coordinator's log."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + TIMEOUT_S
     while text not in (seen := os.pread(log.fileno(), 1 << 24, 0)):
         assert b"nodes returned" not in seen, "not all nodes were back in time: the round has ended"
         assert time.monotonic() < end, f"no {text!r} in the coordinator's log: {seen[-500:]!r}"
@@ -290,7 +290,7 @@ def torch_node(size: int, port: int, start: multiprocessing.Barrier, ends: multi
     handler = create_handler(store, backend, params)
     handler.next_rendezvous()
     ends.put(time.perf_counter())
-    time.sleep(PATIENCE)  # nobody goes before all have met
+    time.sleep(TIMEOUT_S)  # nobody goes before all have met
 
 
 def theirs(size: int) -> float:
@@ -306,7 +306,7 @@ def theirs(size: int) -> float:
     start.wait()
     began = time.perf_counter()
     try:
-        return max(ends.get(timeout=PATIENCE) for _ in nodes) - began
+        return max(ends.get(timeout=TIMEOUT_S) for _ in nodes) - began
     finally:
         for node in nodes:
             node.kill()
