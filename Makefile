@@ -8,6 +8,7 @@ MAKEFLAGS += --no-print-directory
 VENV := .venv
 BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PYTHONDONTWRITEBYTECODE :=  # thousands of processes would compile the same files, and pytest rewrite all tests
 
 # A stamp says "this group of requirements is installed"; its name is their contents, so nothing is installed twice
 # and a second run needs no network.
@@ -31,7 +32,15 @@ demo: $(RUN)  ## two workers train, one is killed, the job continues and finishe
 
 .PHONY: test
 test: $(TEST) tools  ## the tests, without the long ones
-	python -m pytest -n 2 --dist=loadfile -m "not long"
+	python -m pytest -n 3 --dist=loadfile --no-loadscope-reorder -m "not long"
+
+SCHEDULES ?= 100000
+FROM ?= 1000000
+
+.PHONY: simulate
+simulate: $(TEST)  ## SCHEDULES=100000 random schedules of the simulators, with seeds FROM=1000000 on (minutes)
+	RIPSTOP_SCHEDULES=$(SCHEDULES) RIPSTOP_SCHEDULES_FROM=$(FROM) \
+		python -m pytest -n 2 --dist=worksteal tests/simulation/test_schedules.py -k every_schedule
 
 .PHONY: test-all
 test-all: $(TEST) tools  ## the tests, all of them

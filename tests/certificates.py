@@ -57,5 +57,5 @@ class Authority:
 
     def _openssl(self, command: str, *words: str) -> None:
         argv = ["openssl", command, "-config", "conf", *words]
-        done = subprocess.run(argv, cwd=self.folder, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(argv, cwd=self.folder, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr

@@ -19,7 +19,7 @@ from ripstop.transport.tls import client_context, server_context
 from ripstop.transport.websocket_link import WebSocketLink
 from tests.certificates import Authority
 
-DEADLINE = 20.0  # seconds for every wait: generous, test machines can be slow
+DEADLINE = 120.0  # seconds for every wait: generous, test machines can be slow
 
 
 class Recorder:

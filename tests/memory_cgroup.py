@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SEES = "import sys; from ripstop.commit_memory import available_memory as a; sys.exit(a() > int(sys.argv[1]))"
+SEES = "import sys; from ripstop.system.cgroup_memory import available_memory as a; sys.exit(a() > int(sys.argv[1]))"
 
 
 def command_in(group: Path) -> list[str]:

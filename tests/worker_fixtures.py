@@ -16,7 +16,7 @@ from ripstop.workers.group import Exit, Group
 from ripstop.workers.processes import Children
 from ripstop.workers.spawner import PreloadResult, ProcessSpec, Spawner
 
-DEADLINE = 60.0
+DEADLINE = 120.0
 
 
 @contextmanager

@@ -10,11 +10,10 @@ import mmap
 import os
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 from zlib import crc32
 
-from ripstop.system.cgroup_memory import ROOT, memory_cgroups
+from ripstop.system.cgroup_memory import available_memory
 
 MAGIC: Final = b"RIPSTATE"
 FORMAT: Final = 2
@@ -129,15 +128,3 @@ def create_memory(size: int) -> int:
 def usable_memory() -> int:
     """Bytes that buffers can still use."""
     return max(0, available_memory() - RESERVE_BYTES)
-
-
-def available_memory(root: Path = ROOT) -> int:
-    """Bytes that this process can still use: the machine's, or less in a cgroup with a limit."""
-    free = 0
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    for group in memory_cgroups(root):
-        if group.limit is not None and group.used is not None:
-            free = min(free, group.limit - group.used)
-    return max(0, free)

@@ -228,7 +228,7 @@ def _elect_coordinator(
         else:
             job_socket.job = None
 
-    settings = _job_settings(config)
+    settings = replace(_job_settings(config, own=node.id), is_elected=True)
     sinks = [_job_event_file(parts, directory), *_other_sinks(parts, config)]
     identity = {"node": node.id, "token": config.token, "tls": config.tls}
     common: dict[str, Any] = {**identity, "sinks": sinks, "on_leader": on_elected}

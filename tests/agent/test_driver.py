@@ -23,7 +23,7 @@ from ripstop.transport.link import Listener
 from ripstop.workers.processes import Children
 from ripstop.workers.spawner import PreloadResult, ProcessSpec
 
-DEADLINE = 20.0
+DEADLINE = 120.0
 
 
 class Coordinator:

@@ -23,7 +23,7 @@ from ripstop.model.config import HealthLimits
 from ripstop.system import linux
 from ripstop.system.gpus import GpuHealth, health_of_visible
 
-DEADLINE = 20.0
+DEADLINE = 120.0
 
 
 def within_time(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:

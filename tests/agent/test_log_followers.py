@@ -9,7 +9,7 @@ from ripstop.agent import log_followers
 from ripstop.agent.log_followers import LogFollowers
 
 LONG = 60.0
-DEADLINE = 20.0
+DEADLINE = 120.0
 
 
 def has_waited(before: Callable[[LogFollowers], None], meanwhile: Callable[[LogFollowers], None] | None = None) -> bool:

@@ -62,7 +62,7 @@ def test_a_file_is_reported_when_it_appears_and_a_server_that_is_down_is_asked_a
         waiting = asyncio.create_task(wait_for_notice(str(tmp_path / "notice"), found.append))
         down = asyncio.create_task(wait_for_notice("http://127.0.0.1:9/", found.append))
         (tmp_path / "notice").touch()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await waiting
         assert not down.done()
         down.cancel()
@@ -92,7 +92,7 @@ def test_an_endless_answer_is_an_error_that_is_logged_once_and_the_next_answer_c
             connection.sendall(b"HTTP/1.0 200 OK\r\n\r\nTRUE")
 
     async def scenario(url: str) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await wait_for_notice(url, found.append)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -100,7 +100,7 @@ def test_an_endless_answer_is_an_error_that_is_logged_once_and_the_next_answer_c
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
         asyncio.run(scenario(url))
-        thread.join(60)
+        thread.join(120)
     assert found == [url]
-    assert [record.getMessage().startswith(f"--preemption-notice={url} failed") for record in caplog.records] == [True]
-    assert len(caplog.text) < 500
+    (message,) = (text for text in caplog.messages if url in text)  # a request of another test may end only now
+    assert message.startswith(f"--preemption-notice={url} failed") and len(message) < 500

@@ -9,7 +9,7 @@ from ripstop.model.config import Executable, StartMethod
 from ripstop.model.round import Address, Place
 from tests.worker_fixtures import Stage, new_spawner
 
-DEADLINE = 60.0
+DEADLINE = 120.0
 HOST = "127.0.0.1"
 
 

@@ -21,7 +21,7 @@ def server(reply: bytes) -> Iterator[tuple[http_client.Connect, list[bytes]]]:
     def serve() -> None:
         connection, _ = listening.accept()
         with connection:
-            connection.settimeout(20.0)
+            connection.settimeout(120)
             requests.append(connection.recv(65536))
             connection.sendall(reply)
             connection.recv(1)
@@ -30,7 +30,7 @@ def server(reply: bytes) -> Iterator[tuple[http_client.Connect, list[bytes]]]:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield partial(socket.create_connection, listening.getsockname()), requests
-        thread.join(20.0)
+        thread.join(120)
 
 
 def test_a_request_has_host_token_query_and_body() -> None:

@@ -50,7 +50,7 @@ def test_the_file_of_a_killed_agent_is_removed_with_its_socket(tmp_path: Path) -
     process = fork.Process(target=agent, args=(ready,), daemon=True)
     process.start()
     try:
-        assert ready.wait(30)
+        assert ready.wait(120)
         assert len(job_records(tmp_path)) == 1
     finally:
         process.kill()

@@ -37,7 +37,7 @@ def shell(name: str) -> str:
 
 def run(argv: list[str], cwd: Path) -> str:
     env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "TERM": "dumb"}
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=cwd, env=env)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, cwd=cwd, env=env)
     assert done.stderr == ""
     return done.stdout
 

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 import pytest
 
 from ripstop.cli import job_client
-from ripstop.cli.job_client import JobUnreachable, RequestRejected, RunningJob
+from ripstop.cli.job_client import JobUnreachable, RequestRejected, RunningJob, find_job
+from ripstop.cli.options.flags import ParsedArguments
 from ripstop.model.round import Address
 from ripstop.system.network import enable_keepalive
 
-DEADLINE = 20.0
+DEADLINE = 120.0
 
 
 @contextmanager
@@ -86,3 +87,24 @@ def test_a_redirect_is_not_followed() -> None:
     reply = b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n"
     with coordinator(reply) as (job, _), pytest.raises(RequestRejected, match="replied HTTP 302"):
         job.get("/status")
+
+
+NOT_HERE = b'HTTP/1.1 503 Unavailable\r\nContent-Length: 20\r\n\r\n{"error":"not here"}'
+HERE = b'HTTP/1.1 200 OK\r\nContent-Length: 34\r\n\r\n{"events":[],"last":0,"more":false}'
+
+
+def test_of_several_addresses_the_one_where_the_coordinator_answers_is_used() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        refusing = Address(*closed.getsockname())
+    with coordinator(NOT_HERE) as (candidate, _), coordinator(HERE) as (elected, _):
+        assert candidate.endpoint and elected.endpoint
+        endpoints = f"{refusing},{candidate.endpoint},{elected.endpoint}"
+        found = find_job(ParsedArguments({"--endpoint": endpoints}, {}, ()), {})
+    assert found.endpoint == elected.endpoint
+
+
+def test_if_no_address_has_the_coordinator_the_reply_of_a_node_is_the_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        refusing = Address(*closed.getsockname())
+    with coordinator(NOT_HERE) as (candidate, _), pytest.raises(RequestRejected, match="not here"):
+        find_job(ParsedArguments({"--endpoint": f"{refusing},{candidate.endpoint}"}, {}, ()), {})

@@ -81,6 +81,7 @@ def test_defaults_are_torchruns() -> None:
         ("--max-restarts=3 --restart-window=1h t.py", "restartWindow", "1h"),
         ("--shutdown-timeout=60 t.py", "shutdownTimeout", 60),
         ("--standby=auto t.py", "standby", "auto"),
+        ("--standby=auto --standby-until=elastic t.py", "standbyUntil", "elastic"),
         ("--secret-name=mine t.py", "secretName", "mine"),
         ("--rdzv-conf=lease=5 t.py", "rendezvous", {"conf": "lease=5"}),
         (
@@ -246,7 +247,7 @@ def test_rendering_needs_no_package_and_no_cluster() -> None:
     blocked = "import sys; sys.modules |= dict.fromkeys(['kubernetes', 'yaml', 'kopf', 'aiohttp']); "
     program = f"{blocked}from ripstop.cli import main; sys.exit(main(sys.argv[1:]))"
     argv = [sys.executable, "-c", program, "kube", "render", "--json", IMAGE, *TORCHRUN.split()]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
     assert json.loads(done.stdout) == render(TORCHRUN)[0]
 
 

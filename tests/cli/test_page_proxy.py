@@ -49,7 +49,7 @@ class Server:
         if with_token:
             lines.append(f"Authorization: Bearer {self.token}")
         writer.write("\r\n".join([*lines, "", ""]).encode())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             reply = (await reader.read()).decode()
         writer.close()
         return int(reply.split(" ", 2)[1]), reply

@@ -73,6 +73,11 @@ def error_of(arguments: str, capsys: pytest.CaptureFixture[str], command: str = 
             "--standby=1 --standby-warmup=prepare train.py",
             "--standby-warmup=prepare: not a function; write --standby-warmup=package.module:function",
         ),
+        (
+            "--standby=1 --standby-until=step train.py",
+            "--standby-until=step: standbys run until script or elastic; write one of them (script: they wait before "
+            "the script; elastic: before its function with @train.elastic)",
+        ),
         ("--nnodes --standalone train.py", "--nnodes needs a value; write --nnodes=N|MIN:MAX"),
         ("--nprok-per-node=2 train.py", "--nprok-per-node=2: unknown flag; did you mean --nproc-per-node?"),
         ("--max_restrats 2 train.py", "--max_restrats: unknown flag; did you mean --max-restarts?"),

@@ -43,7 +43,7 @@ def test_a_torchrun_line_is_a_readable_job_script() -> None:
         "srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 \\\n"
         "    ripstop run --nnodes=2:4 --max-restarts=3 \\\n"
         "    train.py --lr 0.1 'a b' || code=$?\n"
-        "# 143: SIGTERM, at a preemption or before the time limit; Slurm does not requeue a job that ends then\n"
+        "# exit code 143: the job was preempted, or is near its time limit. Slurm does not requeue it, so do it here\n"
         '[ "${code:-0}" != 143 ] || scontrol requeue "$SLURM_JOB_ID"\n'
         'exit "${code:-0}"\n'
     )

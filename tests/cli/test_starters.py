@@ -82,9 +82,9 @@ def test_nnodes_is_a_range_around_the_nodes_of_the_step(read: Read, flag: str, n
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--nnodes=5", "--nnodes=5: Slurm has started ripstop on 4 nodes; .* or write --nnodes=4"),
+        ("--nnodes=5", "--nnodes=5: Slurm has started ripstop on 4 nodes; write --nnodes=4, or start it"),
         ("--nnodes=2:3", "--nnodes=2:3: Slurm has started ripstop on 4 nodes"),
-        ("--nnodes=1", "or write --standalone for a job of its own on each node"),
+        ("--nnodes=1", "; write --standalone for a job of its own on each node"),
         ("--rdzv-backend=slurm --node-rank=3", "Slurm says that this is node 1; leave it out"),
         ("--rdzv-conf=is_host=1", "with Slurm, node 0 hosts the coordinator, and this is node 1; leave it out"),
     ],

@@ -14,7 +14,7 @@ OURS_ALONE = {
     *("--api", "--preload", "--config", "--dry-run", "--node-label", "--health-check", "--health-interval"),
     *("--checkpoint-dir", "--checkpoint-interval"),
     *("--restart-window", "--restart-backoff", "--hang-timeout", "--max-infra-restarts", "--probe-port", "--linger"),
-    *("--standby", "--standby-warmup", "--notify-url"),
+    *("--standby", "--standby-warmup", "--standby-until", "--notify-url"),
     *("--quiet", "--log-level", "--log-format"),
     *("--replicate", "--replicate-bandwidth", "--allow-chaos", "--inprocess-timeout"),
     *("--straggler", "--straggler-factor", "--straggler-time", "--drain-timeout", "--preemption-notice"),

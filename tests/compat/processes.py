@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-DEADLINE = 30.0
+DEADLINE = 120.0
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from ripstop.compat.rendezvous import RendezvousParameters as OurParameters
 from ripstop.compat.rendezvous import get_rendezvous_handler
 from tests.e2e.harness import free_port
 
-DEADLINE = 60.0
+DEADLINE = 120.0
 KINDS = ("torch", "ripstop")
 
 
@@ -456,7 +456,7 @@ COUNTED = (
 
 def ask(server: HealthCheckServer, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=120) as answer:
             return answer.status, answer.read().decode().strip()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode().strip()
@@ -518,7 +518,7 @@ def test_the_port_of_the_health_check_comes_from_the_environment(
     monkeypatch.setenv(ours.TORCHELASTIC_HEALTH_CHECK_PORT, str(port))
 
     def work() -> int:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/live", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/live", timeout=120) as answer:
             return int(answer.status)
 
     gc.disable()

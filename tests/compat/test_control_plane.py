@@ -25,7 +25,7 @@ def work(path: Path, **env: str) -> "subprocess.CompletedProcess[str]":
         env=os.environ | {"TORCH_WORKER_SERVER_SOCKET": str(path)} | env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
 

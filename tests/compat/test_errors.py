@@ -357,7 +357,7 @@ def test_a_very_large_error_file_is_not_read_completely(tmp_path: Path) -> None:
         file.truncate(1 << 30)
     before = time.monotonic()
     failure = ours.ProcessFailure(0, 7, 1, str(path))
-    assert time.monotonic() - before < 10
+    assert time.monotonic() - before < 60
     assert "is too long (1.0 GiB)" in failure.message and len(failure.message) < 5000
 
 

@@ -47,7 +47,7 @@ from ripstop.compat.rendezvous.etcd_store import EtcdStore
 
 pytestmark = needs_etcd
 
-DEADLINE = 60.0
+DEADLINE = 120.0
 
 
 @pytest.fixture(scope="module")

@@ -153,7 +153,7 @@ def test_a_handler_that_blocks_does_not_keep_the_program_from_its_end() -> None:
     thread.close()
     """
     words = [sys.executable, "-c", textwrap.dedent(source)]
-    end = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
+    end = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
     assert "the event handler blocked was not done at the end" in end.stderr
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from ripstop.compat import MODULES
 
-DEADLINE = 60.0
+DEADLINE = 120.0
 
 
 def execute(*words: str, **env: str) -> "subprocess.CompletedProcess[str]":

@@ -768,7 +768,7 @@ def test_a_worker_whose_log_is_full_fails(tmp_path: Path) -> None:
         tmp_path,
         """
         specs = DefaultLogsSpecs(disk, redirects=Std.ALL)
-        result = start_processes("x", functions.say, {0: (1_000_000,)}, {0: {}}, specs, start_method="fork").wait(30)
+        result = start_processes("x", functions.say, {0: (1_000_000,)}, {0: {}}, specs, start_method="fork").wait(120)
         print(result.failures[0].exitcode, result.failures[0].message)
         """,
     )

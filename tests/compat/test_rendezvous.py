@@ -40,7 +40,7 @@ from tests.compat.signatures import taken_by_both
 
 torch_rendezvous = import_module("torch.distributed.elastic.rendezvous")
 
-DEADLINE = 60.0
+DEADLINE = 120.0
 CLASSES = ("Handler", "HandlerRegistry", "Info", "Parameters", "StoreInfo")
 
 
@@ -707,6 +707,7 @@ def test_a_signal_ends_an_agent_whose_handler_waits_and_closes_nothing(package: 
 
 def test_a_handler_that_cannot_be_created_is_an_error_of_one_line(package: Path) -> None:
     (package / "shared_folder.py").write_text("def creator():\n    raise LookupError('no such place')\n")
+    (package.parent / "train.py").write_text("")
     code, _, err = end(start(package))
     assert code == 1 and "--rdzv-backend=shared-folder: LookupError: no such place" in err
     assert "Traceback" not in err

@@ -22,7 +22,7 @@ from ripstop.compat import timer
 from tests.compat.processes import eventually
 from tests.compat.signatures import taken_by_both
 
-DEADLINE = 30.0
+DEADLINE = 120.0
 FORK = multiprocessing.get_context("fork")
 MODULES = {"torch": torch_timer, "ripstop": timer}
 

@@ -72,7 +72,7 @@ def test_a_port_is_kept_by_its_socket(api: Any) -> None:
     with closing(api.get_socket_with_port()) as taken:
         host, port = taken.getsockname()[:2]
         assert host in ("127.0.0.1", "::1") and port > 0
-        with closing(socket.create_connection((host, port), timeout=5)):
+        with closing(socket.create_connection((host, port), timeout=120)):
             pass
 
 
@@ -174,14 +174,14 @@ def test_a_dataset_without_a_length_is_rejected(api: Any) -> None:
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result(timeout=30) for future in [pool.submit(call) for call in calls]]
+        return [future.result(timeout=150) for future in [pool.submit(call) for call in calls]]
 
 
 @mixed
 def test_ranks_exchange_their_data(apis: tuple[Any, Any]) -> None:
     store = HashStore()
     calls = [
-        lambda rank=rank, api=api: api.synchronize(store, f"of {rank}".encode(), rank, 2, "here", 10)
+        lambda rank=rank, api=api: api.synchronize(store, f"of {rank}".encode(), rank, 2, "here", 120)
         for rank, api in enumerate(apis)
     ]
     assert together(*calls) == [[b"of 0", b"of 1"]] * 2
@@ -190,7 +190,7 @@ def test_ranks_exchange_their_data(apis: tuple[Any, Any]) -> None:
 @mixed
 def test_a_barrier_opens_when_all_are_there(apis: tuple[Any, Any]) -> None:
     store = HashStore()
-    assert together(*(lambda api=api: api.barrier(store, 2, "gate", 10) for api in apis)) == [None, None]
+    assert together(*(lambda api=api: api.barrier(store, 2, "gate", 120) for api in apis)) == [None, None]
 
 
 @both_stores
@@ -231,7 +231,7 @@ def test_a_timeout_is_for_the_time_of_a_block(api: Any) -> None:
 
 @both_distributed
 def test_a_store_with_one_member_chooses_a_port(api: Any) -> None:
-    store = api.create_c10d_store(is_server=True, server_addr="127.0.0.1", timeout=10)
+    store = api.create_c10d_store(is_server=True, server_addr="127.0.0.1", timeout=120)
     store.set("key", "value")
     assert store.get("key") == b"value" and store.port > 0
 
@@ -244,8 +244,8 @@ def test_a_store_with_one_member_chooses_a_port(api: Any) -> None:
 def test_members_connect_to_a_store(server: Any, client: Any) -> None:
     port = our_store.get_free_port()
     stores = together(
-        lambda: server.create_c10d_store(True, "127.0.0.1", port, 2, timeout=20),
-        lambda: client.create_c10d_store(False, "127.0.0.1", port, 2, timeout=20),
+        lambda: server.create_c10d_store(True, "127.0.0.1", port, 2, timeout=120),
+        lambda: client.create_c10d_store(False, "127.0.0.1", port, 2, timeout=120),
     )
     stores[0].set("key", "value")
     assert stores[1].get("key") == b"value"

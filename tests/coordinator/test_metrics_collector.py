@@ -65,7 +65,7 @@ async def joined(harness: Any, address: Address, node: str, body: str | None) ->
 async def members(coordinator: Any, count: int) -> None:
     """Waits until the job has this many nodes."""
     news = asyncio.Event()
-    end = coordinator.journal.subscribe(lambda _: news.set())
+    end = coordinator.journal.subscribe(lambda _: news.set(), news.set)
     while len(coordinator.status().nodes) < count:
         news.clear()
         await news.wait()
@@ -74,7 +74,7 @@ async def members(coordinator: Any, count: int) -> None:
 
 def run(scenario: Any) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await scenario
 
     asyncio.run(limited())
@@ -186,7 +186,7 @@ def test_a_host_name_that_cannot_be_looked_up_is_rejected_and_looked_up_again_la
 def test_a_slow_dns_server_delays_neither_the_reply_for_long_nor_the_end(harness: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(api_authorization, "FULL_NAME_TIMEOUT_S", 0.1)
     answered = threading.Event()
-    monkeypatch.setattr(socket, "getfqdn", lambda: "full.example" if answered.wait(60.0) else "")
+    monkeypatch.setattr(socket, "getfqdn", lambda: "full.example" if answered.wait(120) else "")
 
     async def scenario() -> None:
         async with harness.serving(token="") as (_, address):
@@ -195,7 +195,7 @@ def test_a_slow_dns_server_delays_neither_the_reply_for_long_nor_the_end(harness
     began = time.monotonic()
     try:
         run(scenario())
-        assert time.monotonic() - began < 20.0
+        assert time.monotonic() - began < 60.0
     finally:
         answered.set()
 
@@ -211,5 +211,5 @@ def test_a_request_with_the_token_may_use_any_host_name(harness: Any) -> None:
 
 def test_prometheus_client_is_not_imported_before_the_first_request() -> None:
     code = "import sys, ripstop.transport.server; print(sorted({'prometheus_client'} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "[]\n"

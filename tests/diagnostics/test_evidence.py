@@ -61,7 +61,7 @@ def run(script: str, directory: Path) -> int:
             [sys.executable, "-u", "-c", script],
             env=os.environ | {"TORCHELASTIC_ERROR_FILE": str(directory / "error.json")},
             stderr=stderr,
-            timeout=60,
+            timeout=120,
             check=False,
         ).returncode
 
@@ -377,7 +377,7 @@ def small_cgroup() -> Iterator[Path]:
 
 def test_a_real_oom_kill_is_recognised(small_cgroup: Path) -> None:
     agent = [sys.executable, "-c", AGENT, str(small_cgroup)]
-    output = subprocess.run(agent, capture_output=True, text=True, timeout=60, check=True).stdout
+    output = subprocess.run(agent, capture_output=True, text=True, timeout=120, check=True).stdout
     assert output.startswith("killed by the kernel's OOM killer (cgroup limit 64.0 MiB, peak ")
 
 

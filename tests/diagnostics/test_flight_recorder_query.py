@@ -22,7 +22,7 @@ from ripstop.workers.spawner import ProcessSpec, Spawner
 from ripstop.workers.zygote.worker_hooks import flight_recorder_dump, serve_flight_recorder
 from tests.e2e.harness import wait_until
 
-DEADLINE = 60.0
+DEADLINE = 120.0
 WORKER = """
 import ctypes, os, signal, sys, threading, time
 import torch

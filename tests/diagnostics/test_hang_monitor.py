@@ -22,7 +22,7 @@ from ripstop.system import linux
 from ripstop.workers.report_socket import CheckpointReport, CommitReport, RestoreReport, WorkerHeartbeat
 
 PLACE = Place(1, 0, 1, 0, 1, 1, 0, 1, Address("127.0.0.1", 1), 0)
-DEADLINE = 20.0
+DEADLINE = 120.0
 TIMEOUT = 0.4
 
 

@@ -142,11 +142,12 @@ def test_a_large_stack_is_read_completely_and_truncated_afterwards(stage, monkey
 
 def test_all_workers_share_one_time_limit(stage, monkeypatch: pytest.MonkeyPatch) -> None:
     tool_that(stage, monkeypatch, "exec sleep 1000")
+    monkeypatch.setattr(stack_dump, "DUMP_TIMEOUT_S", 60.0)
     monkeypatch.setattr(stack_dump, "ALL_DUMPS_TIMEOUT_S", 0.4)
     monkeypatch.setattr(stack_dump, "FAULTHANDLER_RESERVE_S", 0.2)
     began = time.monotonic()
     found = asyncio.run(stack_dump.dump_stacks([(os.getpid(), None)] * 12))
-    assert time.monotonic() - began < 2 * stack_dump.DUMP_TIMEOUT_S  # three batches would take longer
+    assert time.monotonic() - began < stack_dump.DUMP_TIMEOUT_S
     assert {(one.source, one.why, one.state != "") for one in found} == {
         ("kernel", "not within 0.4 s for all workers", True)
     }
@@ -218,7 +219,7 @@ def test_a_sleeping_worker_is_detected_and_its_stacks_are_on_disk(
                 subject, 0.8, lambda event, level: recorded.append(event), lambda found, _: hung.set_result(found)
             )
             try:
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(120):
                     failures = await hung
                 assert await watch.inspect() == failures  # one inspection for each hang
                 await watch.finish_inspection()

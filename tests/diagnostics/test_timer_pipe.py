@@ -14,7 +14,7 @@ from ripstop.diagnostics import timer_pipe
 from ripstop.diagnostics.timer_pipe import ExpiredTimer, Pipe, Watchdog, in_use, reason
 from ripstop.model.errors import UsageError
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 Events = asyncio.Queue[tuple[int, str, int]]
 

@@ -16,7 +16,7 @@ needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no
 
 
 def promtool(*argv: str) -> str:
-    run = subprocess.run(["promtool", *argv], capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(["promtool", *argv], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
 

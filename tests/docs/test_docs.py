@@ -23,7 +23,7 @@ from tests.docs.state_diagram import PAGE, redrawn
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
-TIMEOUT_S = 100
+TIMEOUT_S = 500
 
 # flags in our pages that are not `ripstop run`'s
 OTHERS = {

@@ -91,10 +91,10 @@ class Member:
             return probe.connect_ex(("127.0.0.1", self.client)) == 0
 
     def put(self, key: str, value: str) -> None:
-        assert self.ask("kv/put", {"key": encode(key), "value": encode(value)}) is not None
+        assert self.ask("kv/put", {"key": encode(key), "value": encode(value)}, timeout=60.0) is not None
 
     def keys(self, prefix: str = "/") -> dict[str, str]:
-        answer = self.ask("kv/range", {"key": encode(prefix), "range_end": encode(prefix[:-1] + "0")})
+        answer = self.ask("kv/range", {"key": encode(prefix), "range_end": encode(prefix[:-1] + "0")}, timeout=60.0)
         assert answer is not None
         return {decode(kv["key"]): decode(kv["value"]) for kv in answer.get("kvs", ())}
 
@@ -125,7 +125,7 @@ def cluster(size: int, folder: Path, *flags: str, scheme: str = "http") -> Itera
     """A healthy cluster of so many members."""
     with running([Member(f"m{number}", folder, flags, scheme) for number in range(size)]) as members:
         for member in members:
-            wait_until(lambda member=member: member.is_up() or None, 30)  # type: ignore[misc]
+            wait_until(lambda member=member: member.is_up() or None)  # type: ignore[misc]
         yield members
 
 

@@ -5,7 +5,6 @@ left a process behind.
 """
 
 import asyncio
-import itertools
 import json
 import os
 import re
@@ -32,11 +31,17 @@ WorkerEvent = dict[str, Any]
 
 
 def _ports() -> Iterator[int]:
-    """Ports that the kernel gives to nobody: below its own range, and other ones in each worker of pytest-xdist."""
-    low, count = 10_000, 5_000
-    first = low + count * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 4)
-    for number in itertools.count(os.getpid() * 61):  # other runs of the tests begin elsewhere
-        yield first + number % count
+    """Ports below the kernel's own range, from a block that no other process of tests on this machine has."""
+    for first in range(10_000, 32_000, 500):
+        claim = socket.socket(socket.AF_UNIX)  # its abstract name is taken until this process ends
+        try:
+            claim.bind(f"\0ripstop-tests-ports-{first}")
+        except OSError:
+            claim.close()
+            continue
+        while claim:
+            yield from range(first, first + 500)
+    raise AssertionError("44 processes of tests have all the ports")
 
 
 _PORTS = _ports()
@@ -76,9 +81,10 @@ def hurried(flags: Sequence[str], nnodes: str) -> list[str]:
 def wait_until(what: Callable[[], T | None], timeout: float = TIMEOUT_S, why: Callable[[], str] = str) -> T:
     end = time.monotonic() + timeout
     while time.monotonic() < end:
+        before = time.thread_time()
         if (found := what()) is not None:
             return found
-        time.sleep(0.01)
+        time.sleep(0.01 + 4 * (time.thread_time() - before))  # the job needs the CPU more than we do
     raise AssertionError(f"did not happen within {timeout:g} s\n{why()}")
 
 
@@ -145,6 +151,8 @@ class Job:
     def __init__(self, folder: Path, **env: str) -> None:
         self.folder = folder
         self.log = folder / "worker-events.jsonl"
+        self._log_position = 0
+        self._worker_events: list[WorkerEvent] = []
         self.logs = folder / "logs"
         self.port = free_port()
         self.mark = f"ripstop-e2e-{os.getpid()}-{time.monotonic_ns()}"
@@ -206,13 +214,14 @@ class Job:
     # events that the workers wrote
 
     def worker_events(self, **like: Any) -> list[WorkerEvent]:
-        if not self.log.exists():
-            return []
-        found = []
-        for line in self.log.read_text().splitlines():
-            with suppress(ValueError):  # truncated by a SIGKILL
-                found.append(json.loads(line))
-        return [h for h in found if all(h.get(k) == v for k, v in like.items())]
+        with suppress(FileNotFoundError), self.log.open("rb") as file:
+            file.seek(self._log_position)  # of what is new: we are called a hundred times a second
+            lines, end, _ = file.read().rpartition(b"\n")
+            self._log_position += len(lines + end)
+            for line in lines.splitlines():
+                with suppress(ValueError):  # truncated by a SIGKILL
+                    self._worker_events.append(json.loads(line))
+        return [h for h in self._worker_events if all(h.get(k) == v for k, v in like.items())]
 
     def wait_for(self, *, count: int = 1, after: float = 0.0, timeout: float = TIMEOUT_S, **like: Any) -> WorkerEvent:
         """Wait until `count` events match; return the last of them."""

@@ -25,7 +25,7 @@ class Screen:
         self._run("new-session", "-d", "-s", "job", *size, shell, env={**job.env, "TERM": "screen-256color", **env})
 
     def _run(self, *argv: str, env: dict[str, str] | None = None) -> str:
-        done = subprocess.run([*self._tmux, *argv], capture_output=True, text=True, env=env, timeout=30, check=True)
+        done = subprocess.run([*self._tmux, *argv], capture_output=True, text=True, env=env, timeout=120, check=True)
         return done.stdout
 
     def press(self, *keys: str) -> None:

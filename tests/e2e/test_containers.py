@@ -60,7 +60,7 @@ def test_a_termination_log_that_cannot_be_written_does_not_change_the_exit_code(
 
 def probe(port: int, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=120) as response:
             return response.status, response.read().decode().strip()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode().strip()

@@ -159,7 +159,7 @@ def test_a_console_reader_that_exits_does_not_end_the_job(job: Job) -> None:
         assert agent.stdout is not None
         agent.stdout.readline()
         agent.stdout.close()
-        assert agent.wait(60) == 0
+        assert agent.wait(120) == 0
     finally:
         agent.kill()
         agent.wait()

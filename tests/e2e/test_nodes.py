@@ -220,6 +220,14 @@ def test_an_agent_suspended_past_its_lease_is_lost_and_joins_again(job: Job) -> 
     step = job.steps(2, after=job.worker_events()[-1]["t"])
     assert step["restart"] == 0
     finish(job, first, second)
+    of_the_job = _numbers_of_events(job, "job-events.jsonl", second)
+    assert of_the_job == _numbers_of_events(job, "events.jsonl", second)[: len(of_the_job)]
+
+
+def _numbers_of_events(job: Job, file: str, agent: Agent) -> list[int]:
+    (path,) = job.logs.glob(f"*/{file}")
+    events = map(json.loads, path.read_text().splitlines())
+    return sorted(event["seq"] for event in events if f"-{agent.pid}-" in event["node"])
 
 
 @pytest.mark.long

@@ -82,7 +82,7 @@ def test_an_interrupted_job_announces_it(job: Job) -> None:
 def test_a_wrong_address_is_one_line_that_does_not_show_it(url: str, command: tuple[str, ...]) -> None:
     name, argument = command
     argv = [sys.executable, "-m", "ripstop", name, f"--notify-url={url}", argument]
-    run = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 2
     assert run.stderr.startswith(f"ripstop {name}: error: --notify-url") and run.stderr.count("\n") == 1
     assert "S3CRET" not in run.stderr
@@ -94,14 +94,14 @@ def test_a_status_can_be_pasted_into_a_chat(job: Job) -> None:
     agent = job.run("--standalone", "--nproc-per-node=2", "--rdzv-id=a_b|c*", str(SCRIPTS / "counting.py"), env=env)
     agent.wait_for_log("round=1 ranks")
     status = [sys.executable, "-m", "ripstop", "status", "--markdown", "--job=a_b|c*"]
-    run = subprocess.run(status, env=job.env, capture_output=True, text=True, timeout=60, check=True)
+    run = subprocess.run(status, env=job.env, capture_output=True, text=True, timeout=120, check=True)
     lines = run.stdout.splitlines()
     assert lines[0] == r"**ripstop job a\_b\|c\***"
     assert "- world size 2" in lines and "- reason: first round" in lines
     table = lines[lines.index("| NODE | HOST | STATE | RANKS | ROLE |") :]
     assert table[1] == "| --- | --- | --- | --- | --- |"
     assert re.fullmatch(r"\| \S+ \| 127.0.0.1 \| running \| 0-1 \| default \|", table[2])
-    both = subprocess.run([*status, "--json"], env=job.env, capture_output=True, text=True, timeout=60, check=False)
+    both = subprocess.run([*status, "--json"], env=job.env, capture_output=True, text=True, timeout=120, check=False)
     assert both.returncode == 2 and "only one format" in both.stderr
     agent.signal(signal.SIGTERM)
     agent.wait()

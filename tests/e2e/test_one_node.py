@@ -29,18 +29,15 @@ def test_a_job_runs_to_its_end_and_exits_0(job: Job) -> None:
     assert {h["rank"] for h in job.worker_events(event="step", step=20)} == {0, 1}
 
 
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    [("kill", "SIGKILL"), ("segv", "SIGSEGV"), ("raise", "RuntimeError: the fault"), ("exit", "exited with code 7")],
-)
-def test_a_failed_worker_is_restarted_and_the_job_continues(job: Job, kind: str, how: str) -> None:
-    agent = job.run(
-        "--standalone", "--nproc-per-node=2", "--max-restarts=1", str(TRAIN), env={"TRAIN_FAULT": f"{kind}:1:5:0"}
-    )
+def test_a_failed_worker_is_restarted_and_the_job_continues_whatever_the_failure(job: Job) -> None:
+    faults = "kill:1:5:0,segv:1:8:1,raise:1:11:2,exit:1:14:3"  # each in a round of its own
+    flags = "--standalone", "--nproc-per-node=2", "--max-restarts=4", "--restart-backoff=0"
+    agent = job.run(*flags, str(TRAIN), env={"TRAIN_FAULT": faults})
     assert agent.wait() == 0
-    assert {h["restart"] for h in job.worker_events(event="done")} == {1}
-    assert how in agent.err
-    assert "restart 1 of 1" in agent.err
+    assert {h["restart"] for h in job.worker_events(event="done")} == {4}
+    for number, how in enumerate(("SIGKILL", "SIGSEGV", "RuntimeError: the fault", "exited with code 7"), 1):
+        assert how in agent.err
+        assert f"restart {number} of 4" in agent.err
 
 
 def test_an_exhausted_restart_budget_ends_the_job_with_a_report_of_the_root_cause(job: Job) -> None:
@@ -198,7 +195,7 @@ def test_a_missing_script_is_one_line_of_error_and_exit_2() -> None:
         check=False,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
     )
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
@@ -226,7 +223,7 @@ def test_a_successful_job_leaves_nothing_in_the_temporary_directory(tmp_path: Pa
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     env = {**os.environ, "TMPDIR": str(temporary)}
-    subprocess.run([sys.executable, "-m", "ripstop", "run", str(scripts)], env=env, check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "ripstop", "run", str(scripts)], env=env, check=True, timeout=120)
     assert not list(temporary.iterdir())
 
 
@@ -239,7 +236,9 @@ def test_stderr_that_is_not_kept_does_not_fill_the_disk(tmp_path: Path) -> None:
         "while os.stat(path).st_blocks * 512 > 4 << 20: time.sleep(0.01)\n"
         "print(os.stat(path).st_size)\n"
     )
-    done = subprocess.run([sys.executable, "-m", "ripstop", "run", script], capture_output=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "ripstop", "run", script], capture_output=True, check=True, timeout=120
+    )
     assert done.stdout == b"10000000\n"
     assert done.stderr.count(b"x" * 99 + b"\n") == 100_000
 
@@ -263,7 +262,7 @@ def test_a_console_that_is_not_read_blocks_neither_signals_nor_the_exit(job: Job
         job.wait_for(event="start")
         agent.send_signal(signal.SIGTERM)
         job.wait_for(event="saved")
-        assert agent.wait(60) == 143
+        assert agent.wait(120) == 143
     finally:
         agent.kill()
         agent.wait()

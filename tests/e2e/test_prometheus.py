@@ -64,7 +64,7 @@ class Prometheus:
         }
 
     def rules(self) -> list[dict[str, Any]]:
-        with urllib.request.urlopen(f"{self._api}/rules", timeout=10) as response:
+        with urllib.request.urlopen(f"{self._api}/rules", timeout=120) as response:
             groups = json.load(response)["data"]["groups"]
         return [rule for group in groups for rule in group["rules"]]
 
@@ -73,7 +73,7 @@ class Prometheus:
         return wait_until(lambda: self.query(what) or None, why=lambda: f"{what} has no value\n{self.describe()}")
 
     def describe(self) -> str:
-        with urllib.request.urlopen(f"{self._api}/targets", timeout=10) as response:
+        with urllib.request.urlopen(f"{self._api}/targets", timeout=120) as response:
             targets = json.load(response)["data"]["activeTargets"]
         return f"{self._log.read_text()}\n" + "\n".join(f"{one['health']}: {one['lastError']}" for one in targets)
 
@@ -83,7 +83,7 @@ def is_up(process: subprocess.Popen[bytes], port: int) -> bool | None:
     if process.poll() is not None:
         return False
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/-/ready", timeout=10):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/-/ready", timeout=120):
             return True
     except OSError:
         return None

@@ -37,7 +37,7 @@ def written(job: Job) -> tuple[dict[str, Any], str]:
 
 def ripstop(job: Job, *argv: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ripstop", *argv]
-    return subprocess.run(command, env=job.env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=job.env, capture_output=True, text=True, timeout=120, check=False)
 
 
 def last_line(agent: Agent) -> str:
@@ -209,6 +209,6 @@ def test_wrong_input_is_one_line_and_exit_code_2(tmp_path: Path, argv: tuple[str
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "events.jsonl").write_text(line)
     command = [sys.executable, "-m", "ripstop", "report", *argv]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 2
     assert run.stderr.startswith(f"ripstop report: error: {error}") and run.stderr.count("\n") == 1

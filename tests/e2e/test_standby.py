@@ -105,7 +105,8 @@ def test_a_standby_is_no_rank_in_the_status_and_its_memory_is_shown(job: Job) ->
     shown = job.ripstop("status")
     assert shown.wait() == 0 and "STANDBYS" in shown.out and "1 (" in shown.out
     metrics = wait_until(lambda: page if "ripstop_standby_memory_bytes{" in (page := metrics_of(job)) else None)
-    assert f'ripstop_standby_memory_bytes{{local_rank="0",node="{node["name"]}"}}' in metrics
+    labels = f'local_rank="0",node="{node["name"]}",until="script"'
+    assert f"ripstop_standby_memory_bytes{{{labels}}}" in metrics
     assert metrics.count("ripstop_worker_memory_bytes{") == 2
     finish(job, agent)
 

@@ -1,13 +1,15 @@
 """Three nodes on this machine elect their coordinator.  `tests/hosts/test_succession.py` has the faults of machines."""
 
+import json
 import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.harness import Agent, Job, free_port
+from tests.e2e.harness import Agent, Job, free_port, wait_until
 
 pytestmark = pytest.mark.long
 
@@ -42,3 +44,29 @@ def test_coordinators_leave_one_after_the_other_and_the_last_node_trains_on(tmp_
             agents[0].wait_for_log("coordinator found again")
         agents[0].signal(signal.SIGTERM)
         assert agents[0].wait() == 143
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "suspended"])
+def test_the_events_of_a_job_are_followed_from_one_coordinator_to_the_next(tmp_path: Path, signum: int) -> None:
+    here = {"XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
+    with Job(tmp_path, TRAIN_STEPS="100000", RIPSTOP_TOKEN="s3cret", **here) as job:
+        agents = start(job, "2:3")
+        job.steps(3)
+        follower = job.ripstop("events", "--follow", "--json", "--job=e2e")
+        wait_until(lambda: "round_formed" in follower.out or None, why=job.describe)
+        lost = coordinator(agents)
+        agents.remove(lost)
+        since = time.time()
+        lost.signal(signum)
+        job.steps(2, after=since)
+        lost.signal(signal.SIGCONT)  # its coordinator learns that it is one no more
+        formed = wait_until(lambda: _formed_after(follower.out, since), why=lambda: f"{follower.err}{job.describe()}")
+        assert formed["round"] == 2
+        keys = [(event["node"], event["seq"], event["at"]) for event in map(json.loads, follower.out.splitlines()[:-1])]
+        assert len(keys) == len(set(keys))
+        assert follower.process.poll() is None
+
+
+def _formed_after(out: str, since: float) -> dict[str, Any] | None:
+    events = map(json.loads, out.rpartition("\n")[0].splitlines())
+    return next((e for e in events if e["kind"] == "round_formed" and e["at"] > since), None)

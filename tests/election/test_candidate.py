@@ -311,6 +311,22 @@ def test_an_agent_gives_a_candidate_a_lease_to_lose_the_silent_coordinator_too()
     assert search.on_redirected(0) == 0.0, "it waits once"
 
 
+def test_an_agent_waits_long_at_one_candidate_and_longer_at_the_others_with_every_turn() -> None:
+    search, waits = Search(2, LEASE), list[tuple[float, float]]()
+    for _ in range(7):
+        first = search.waiting_time(is_first_election=False)
+        search.on_failed()
+        waits.append((first / LEASE, search.waiting_time(is_first_election=False) / LEASE))
+        search.on_failed()
+    assert waits == [(2.0, 0.2), (2.0, 0.4), (2.0, 0.8), (2.0, 1.6), (2.0, 2.0), (2.0, 0.2), (2.0, 0.4)]
+    assert search.waiting_time(is_first_election=False) == 2.0 * LEASE
+    assert search.waiting_time(is_first_election=True) == 0.2 * LEASE, "all must meet at one candidate"
+    search.on_accepted()
+    search.on_lost(is_silent=True)
+    search.waiting_time(is_first_election=False)
+    assert search.waiting_time(is_first_election=False) == 0.2 * LEASE
+
+
 def test_redirects_in_circles_are_delayed() -> None:
     search = Search(2, LEASE)
     delays = [search.on_redirected(target) for target in (1, 0, 1, 0, 1)]

@@ -1,5 +1,6 @@
 """The examples, with a worker killed on the way; two of them on nodes that come and go."""
 
+import json
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import pytest
 from tests.e2e.harness import Agent, Job, wait_until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+PAGE = EXAMPLES.parent / "docs/jax.md"
 TWO_WORKERS = ("--standalone", "--nproc-per-node=2", "--max-restarts=1")
 
 
@@ -113,3 +115,16 @@ def test_a_command_that_is_no_python_does_each_piece_once_although_a_worker_is_k
     assert counts == {f"{number}.txt.count": number for number in range(10)}
     assert len(re.findall(r"counted", agent.out)) <= 10
     assert "restart 1 of 1" in agent.err
+
+
+def test_workers_can_build_tensorflows_variable_from_their_own(job: Job) -> None:
+    """With the code of docs/jax.md."""
+    (code,) = re.findall(r"```python\n(.*?TF_CONFIG.*?)```", PAGE.read_text(), re.DOTALL)
+    script = job.folder / "tf.py"
+    script.write_text(code + "\nos.write(1, (os.environ['TF_CONFIG'] + '\\n').encode())\n")
+    agent = job.run(*TWO_WORKERS, str(script))
+    assert agent.wait() == 0, agent.err
+    found = [json.loads(line) for line in agent.out.splitlines()]
+    assert sorted(each["task"]["index"] for each in found) == [0, 1]
+    (addresses,) = {tuple(each["cluster"]["worker"]) for each in found}
+    assert len(set(addresses)) == 2 and all(re.fullmatch(r"localhost:\d+", each) for each in addresses)

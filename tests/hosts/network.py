@@ -63,10 +63,10 @@ class Namespace:
         self._configure("iptables", "-t", "raw", *words)
 
     def _configure(self, *words: str) -> None:
-        subprocess.run(["nsenter", "--net", f"--target={self.pid}", *words], check=True, timeout=20)
+        subprocess.run(["nsenter", "--net", f"--target={self.pid}", *words], check=True, timeout=120)
 
     def close(self) -> None:
-        self._holder.communicate(timeout=20)
+        self._holder.communicate(timeout=120)
 
 
 class Host:

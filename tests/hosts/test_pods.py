@@ -34,7 +34,7 @@ class Pods(Cluster):
     def bring(self, host: Host, slot: int, made: dict[str, Any], **known: Host) -> Agent:
         """A pod of this slot begins here, as the manifest of a pod says."""
         name = f"train-{slot}"
-        subprocess.run([*host.namespace.enter, "hostname", name], check=True, timeout=20)
+        subprocess.run([*host.namespace.enter, "hostname", name], check=True, timeout=120)
         self.tell(host, **known)
         env = {"POD_IP": host.address, "RIPSTOP_TOKEN": "t0ken"}
         for variable in made["spec"]["containers"][0]["env"]:
@@ -46,7 +46,7 @@ class Pods(Cluster):
     def tell(self, host: Host, **slots: Host) -> None:
         """What this pod knows: itself, and what the name service says of others."""
         name = subprocess.run(
-            [*host.namespace.enter, "hostname"], check=True, timeout=20, capture_output=True, text=True
+            [*host.namespace.enter, "hostname"], check=True, timeout=120, capture_output=True, text=True
         ).stdout.strip()
         lines = ["127.0.0.1 localhost", f"{host.address} {name}.{FULL} {name}"]
         for slot, other in slots.items():

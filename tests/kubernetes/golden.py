@@ -35,6 +35,7 @@ def manifests_by_name() -> dict[str, dict[str, Any]]:
         nprocPerNode=8,
         restartWindow="1h",
         standby="auto",
+        standbyUntil="elastic",
         secretName="mine",
         shutdownTimeout=60,
         rendezvous={"backend": "etcd", "endpoints": ["e1:2379", "e2:2379"], "conf": "lease=5"},

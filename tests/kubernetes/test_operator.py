@@ -84,7 +84,7 @@ class Talkative(JobApi):
 
     def status(self, address: str, token: str, run_id: str) -> dict[str, Any]:
         self.asked.set()
-        self.answers.wait(20.0)
+        self.answers.wait(120)
         return {"round": 7, "goodput": 0.97}
 
 
@@ -101,7 +101,7 @@ def tracked(cluster: Shelf, api: Talkative, story: Callable[[Operator], Awaitabl
 
 
 async def until(look: Callable[[], object]) -> None:
-    async with asyncio.timeout(60.0):
+    async with asyncio.timeout(120):
         while not look():  # noqa: ASYNC110 - threads do what is waited for
             await asyncio.sleep(0.01)
 

@@ -52,6 +52,7 @@ def refused(spec: dict[str, Any], before: dict[str, Any] | None = None) -> list[
         {"nprocPerNode": 8},
         {"nprocPerNode": 8, "standby": 8},
         {"standby": "auto"},
+        {"standby": "auto", "standbyUntil": "elastic"},
     ],
 )
 def test_a_spec_that_is_right_is_taken_by_the_rules_and_by_the_operator(spec: dict[str, Any]) -> None:
@@ -86,6 +87,7 @@ CHANGES = {
     "maxRestarts": 9,
     "restartWindow": "1h",
     "standby": "auto",
+    "standbyUntil": "elastic",
     "shutdownTimeout": 60,
     "secretName": "mine",
     "disruptionBudget": True,
@@ -111,6 +113,11 @@ def test_a_fixed_field_cannot_be_changed(field: str) -> None:
 )
 def test_a_number_of_standbys_that_cannot_be_is_refused_by_the_operator(spec: dict[str, Any], text: str) -> None:
     assert read("train", defaulted(spec)) == [SpecProblem("spec.standby", text)]
+
+
+def test_a_point_at_which_no_standby_can_wait_is_refused_by_the_operator() -> None:
+    problem = SpecProblem("spec.standbyUntil", "is script or elastic, not 'step'")
+    assert read("train", defaulted({"standbyUntil": "step"})) == [problem]
 
 
 def test_every_fixed_field_has_a_rule() -> None:

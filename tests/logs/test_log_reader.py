@@ -13,7 +13,7 @@ import pytest
 from ripstop.logs import log_reader
 from ripstop.system.inotify import GrowthWatch
 
-DEADLINE = 20.0
+DEADLINE = 120.0
 
 
 @pytest.fixture

@@ -130,6 +130,21 @@ def test_an_empty_temporary_directory_is_removed_after_a_success(
     assert stderr.read_text() == "a warning"
 
 
+def test_the_output_of_standbys_does_not_keep_a_temporary_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    directory = LogDirectory(Logs(), "job7")
+    (round_logs(directory.path).make_standby_directory(0) / "output.log").write_text("the start-up")
+    directory.tidy(succeeded=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_standbys_of_different_nodes_have_different_directories(tmp_path: Path) -> None:
+    logs = round_logs(tmp_path)
+    assert logs.make_standby_directory(1).name == f"standby_{logs.directory(1).name}" != "standby_1"
+
+
 def test_a_temporary_directory_that_cannot_be_created_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,11 +316,11 @@ class Reader:
 
     def wait_for(self, test: Callable[[bytes], bool]) -> bytes:
         with self._arrived:
-            assert self._arrived.wait_for(lambda: test(self._data), timeout=20), self._data[-500:]
+            assert self._arrived.wait_for(lambda: test(self._data), timeout=120), self._data[-500:]
             return self._data
 
     def all(self) -> bytes:
-        self._thread.join(timeout=20)
+        self._thread.join(timeout=120)
         assert not self._thread.is_alive()
         return self._data
 
@@ -370,7 +385,7 @@ def ends_with(last: bytes) -> Callable[[bytes], bool]:
 
 
 async def finish(console: Console, *paths: Path) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await console.finish(paths)
 
 
@@ -396,7 +411,7 @@ def test_lines_of_concurrent_workers_are_complete_and_do_not_mix(
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", WRITER, f"w{rank}", str(lines), stdout=stdout
             )
-        assert await asyncio.wait_for(process.wait(), timeout=60) == 0
+        assert await asyncio.wait_for(process.wait(), timeout=120) == 0
         await finish(console, path)
 
     async def job() -> None:
@@ -503,7 +518,7 @@ def test_drain_waits_for_files_that_are_being_finished(tmp_path: Path, console: 
         await asyncio.sleep(0)
         cancelled.cancel()
         reader = terminal.reader()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await console.drain()
         terminal.hang_up()
         assert len(reader.all()) == 600_000
@@ -722,7 +737,7 @@ console.close()
 )
 def test_each_stream_reaches_its_own_console(tmp_path: Path, tee: int, out: bytes, err: bytes) -> None:
     agent = subprocess.run(
-        [sys.executable, "-c", AGENT, str(tmp_path), str(tee)], capture_output=True, timeout=60, check=True
+        [sys.executable, "-c", AGENT, str(tmp_path), str(tee)], capture_output=True, timeout=120, check=True
     )
     assert (agent.stdout, agent.stderr) == (out, err)
     assert (tmp_path / "round_1" / "1" / "stderr.log").read_bytes() == b"err 1"
@@ -736,16 +751,16 @@ def test_a_copier_that_ends_before_its_pipe_is_written_to_is_closed_without_erro
 
     def wait() -> None:
         busy.set()
-        continued.wait(20)
+        continued.wait(120)
 
     def write_late(fd: int, data: bytes) -> int:
         continued.set()
-        copier._thread.join(20)
+        copier._thread.join(120)
         return write(fd, data)
 
     write = os.write
     copier.call(wait)
-    assert busy.wait(20)
+    assert busy.wait(120)
     monkeypatch.setattr("ripstop.logs.console.os.write", write_late)
     copier.close()
     assert not copier._thread.is_alive()

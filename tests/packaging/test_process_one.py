@@ -50,7 +50,7 @@ def test_process_1_reaps_orphans_and_passes_sigterm_on(tmp_path: Path) -> None:
         wait_until(lambda: "the orphan is gone" in output.read_text() or None, why=output.read_text)
         first = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
         os.kill(first, signal.SIGTERM)
-        assert process.wait(60) == 143
+        assert process.wait(120) == 143
         assert "saved" in output.read_text()
     finally:
         process.kill()

@@ -16,7 +16,7 @@ FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync"),
 )
-TIMEOUT_MS = 30_000
+TIMEOUT_MS = 120_000
 
 
 def chromium() -> str:

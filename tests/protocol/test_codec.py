@@ -44,8 +44,11 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     return st.sampled_from(hint)
 
 
+MESSAGES: st.SearchStrategy[Message] = st.one_of(*(values(cls) for cls in ALL))
+
+
 @settings(max_examples=300, deadline=None)
-@given(st.one_of(*(values(cls) for cls in ALL)))
+@given(MESSAGES)
 def test_every_message_survives_encoding_and_decoding(message: Message) -> None:
     assert decode(encode(message), ALL) == message
 
@@ -80,7 +83,7 @@ JSON = st.recursive(
 @st.composite
 def nearly_messages(draw: st.DrawFn) -> str:
     """A valid message with some of its fields replaced, removed or added."""
-    frame = json.loads(encode(draw(st.one_of(*(values(cls) for cls in ALL)))))
+    frame = json.loads(encode(draw(MESSAGES)))
     for name in draw(st.sets(st.sampled_from(sorted(frame)), max_size=2)):
         frame[name] = draw(JSON)
     if draw(st.booleans()):

@@ -15,7 +15,7 @@ from zlib import crc32
 from ripstop.commit_memory import CONTENT_OFFSET, STAMP_OFFSET, CommitId, Header, create_memory, stamp
 
 RUN_ID, SECRET = "job", "secret"
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 
 class Replicator:

@@ -13,6 +13,8 @@ clock:
 3.  The epochs of announced rounds grow with their numbers, and no number is announced twice.
 4.  A node that has left is no voter any more.
 5.  A coordinator that knows a newer one is not in office.
+6.  A coordinator begins the change to a round after a majority has confirmed, in its epoch, the electorate before it.
+7.  The voter of a candidate's agent knows every electorate that the candidate knows.
 
 `python -m tests.simulation.adversary_world SEED` prints one schedule as a transcript.
 """
@@ -43,6 +45,7 @@ class Node:
         self.candidate = Candidate(name, self.voter, LEASE_S)
         self.voter_now = self.candidate_now = 0.0
         self.highest = 0  # round
+        self.led = electorate  # the newest electorate of its office
 
 
 class AdversaryWorld:
@@ -59,6 +62,7 @@ class AdversaryWorld:
         self.coordinators: dict[int, str] = {}  # by epoch
         self.elected: list[tuple[int, int]] = []  # the epoch, and the newest round that its coordinator knew
         self.announced: dict[int, int] = {1: 1}  # round: epoch
+        self.confirmed: dict[tuple[int, int], set[str]] = {}  # by version: voters that have confirmed the electorate
 
     def run(self) -> None:
         """Run the schedule; raises `Violation`."""
@@ -162,7 +166,10 @@ class AdversaryWorld:
                 node.candidate_now += 0.001
                 self._lead(node, node.candidate.on_message(sender, message, node.candidate_now))
             case Canvass() | Renew() | Office():
-                self._vote(node, sender, node.voter.on(message, node.voter_now))
+                commands = node.voter.on(message, node.voter_now)
+                if isinstance(message, Renew) and commands:
+                    self.confirmed.setdefault(node.voter.electorate.version, set()).add(node.name)
+                self._vote(node, sender, commands)
             case Redirect(address):
                 self._connect(node, address.host)
 
@@ -210,8 +217,20 @@ class AdversaryWorld:
                     pass
         if self.random.random() < 0.5 and any(isinstance(command, Lead) for command in commands):
             self._form(node)
+        self._check_change(node)
         known = node.candidate.electorate.epoch
         require(not node.candidate.in_office or known == node.candidate.epoch, f"{node.name} leads, and knows {known}")
+
+    def _check_change(self, node: Node) -> None:
+        before, after = node.led, node.candidate.electorate
+        if after is before:
+            return
+        node.led = after
+        own = node.voter.electorate.version
+        require(own >= after.version, f"the voter of {node.name} knows {own}, its candidate {after.version}")
+        if node.candidate.in_office and after.round > before.round and after.epoch == before.epoch:
+            confirmed = self.confirmed.get(before.version, set())
+            require(before.has_majority(confirmed), f"{node.name} replaces {before}, which only {confirmed} confirmed")
 
     def _check_round(self, epoch: int, round: int) -> None:
         require(

@@ -3,8 +3,11 @@
 The store loses requests, loses the replies to writes that it made, and returns old states.  Nodes join, die, fail, are
 starved, and have clocks that jump.  Then the faults end, except for clock jumps, which must be harmless.  All live
 nodes must settle: in one round, or as spares of a full one.
+
+`python -m tests.simulation.compare_and_set_world SEED` runs one schedule.
 """
 
+import sys
 from dataclasses import dataclass, field
 from random import Random
 
@@ -20,7 +23,7 @@ from ripstop.compat.rendezvous.compare_and_set import (
     decode,
     encode,
 )
-from tests.simulation.rules import require
+from tests.simulation.rules import Violation, require
 
 FAULTY_STEPS = 200
 MAX_CALM_STEPS = 2_500  # until all nodes have settled
@@ -64,7 +67,7 @@ class SimulatedNode:
         return self.member.node
 
 
-class World:
+class CompareAndSetWorld:
     """One schedule."""
 
     def __init__(self, seed: int) -> None:
@@ -236,3 +239,15 @@ class World:
             full = len(inside) == self.settings.max_nodes
             return len(inside) == len(state.active()) and (len(inside) == live or full)
         return len(inside) + len(state.candidates) == live  # too few for a round: the nodes that left the last one wait
+
+
+def check(seed: int) -> None:
+    """Run one schedule; a violation has the command that runs it again."""
+    try:
+        CompareAndSetWorld(seed).run()
+    except Exception as error:
+        raise Violation(f"schedule {seed}: {error}\nto run it again: python -m {__name__} {seed}") from error
+
+
+if __name__ == "__main__":
+    CompareAndSetWorld(int(sys.argv[1])).run()

@@ -1,8 +1,10 @@
 """A partial partition that lasts: the voters of `succession_world.py`, which have just met at a candidate, lose it.
 
 First all nodes run a round.  Then the coordinator is cut off from all others.  When a candidate asks for promises, it
-loses a majority of the voters, but not the agent of the third candidate, which all reach.  Rule, besides those of
-`succession_world.py`: the third candidate is elected within `REST_TIMEOUT_S`, though the partition lasts.
+loses a majority of the voters, but not the agent of the third candidate.  All reach the third candidate; in every other
+schedule, only a majority without a node to spare does, so that all of these must meet there.  Rule, besides those of
+`succession_world.py`: the third candidate is elected within `REST_TIMEOUT_S`, though the partition lasts; if it has no
+node to spare, within `TIGHT_TIMEOUT_S`.
 
 `python -m tests.simulation.partition_world SEED` prints one schedule as a transcript.
 """
@@ -16,6 +18,7 @@ from tests.simulation.rules import require
 from tests.simulation.succession_world import LEASE_S, REST_TIMEOUT_S, Process, SuccessionWorld, check_world
 
 FOREVER = 1e9
+TIGHT_TIMEOUT_S = 3 * REST_TIMEOUT_S
 
 
 class PartitionWorld(SuccessionWorld):
@@ -27,6 +30,7 @@ class PartitionWorld(SuccessionWorld):
         self.hosts, self.seats = self.random.randint(7, 9), 3
         self.former: Process | None = None  # the coordinator that is cut off
         self.is_parted = False
+        self.is_tight = seed % 2 == 1
         for host in range(self.hosts):
             self.at(self.random.random(), self._start, host)
         self.at(2.0, self._stop_faults)
@@ -53,18 +57,26 @@ class PartitionWorld(SuccessionWorld):
         self.note(f"*** {candidate.name} loses the hosts {sorted(lost)}")
         self.calm_at = self.now
         self._part(candidate, lost)
-        self.at(self.now + 2 * LEASE_S, self._check_elected, self.now + REST_TIMEOUT_S)
+        if self.is_tight:
+            self.calm_at = FOREVER  # an office may end: one voter that promises and moves on is enough
+            third = next(p for p in self._living() if p.candidate and p not in (candidate, self.former))
+            spare = self.hosts - 1 - (self.hosts // 2 + 1)  # of those that reach it, itself included
+            lost = set(self.random.sample(others, spare))
+            self.note(f"*** {third.name} loses the hosts {sorted(lost)}")
+            self._part(third, lost)
+        timeout = TIGHT_TIMEOUT_S if self.is_tight else REST_TIMEOUT_S
+        self.at(self.now + 2 * LEASE_S, self._check_elected, timeout, self.now + timeout)
 
     def _part(self, process: Process, hosts: set[int]) -> None:
         for host in hosts:
             self._block(process.host, host, FOREVER)
             self._block(host, process.host, FOREVER)
 
-    def _check_elected(self, end: float) -> bool:
+    def _check_elected(self, timeout: float, end: float) -> bool:
         if any(p is not self.former and p.candidate and p.candidate.is_settled for p in self.officers.values()):
             return True
-        require(self.now <= end, f"no coordinator in {REST_TIMEOUT_S:g} s of a partial partition")
-        self.at(self.now + 1.0, self._check_elected, end)
+        require(self.now <= end, f"no coordinator in {timeout:g} s of a partial partition")
+        self.at(self.now + 1.0, self._check_elected, timeout, end)
         return False
 
 

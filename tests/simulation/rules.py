@@ -20,7 +20,18 @@ from ripstop.model.operator_commands import (
 )
 from ripstop.model.round import Address, Place, RankBy
 from ripstop.model.status import Phase
-from ripstop.protocol.messages import Assign, Drain, Failed, Join, Problems, StandBy, Succeeded
+from ripstop.protocol.messages import (
+    Assign,
+    Drain,
+    Failed,
+    Join,
+    LastCommitMade,
+    Leaving,
+    Problems,
+    StandBy,
+    StateLost,
+    Succeeded,
+)
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -59,12 +70,26 @@ class Rules:
     def before(self, job: Job, event: job_types.JobInput) -> Check | None:
         """Record the state before certain events; the result compares it with the state after."""
         self.previous_nodes = set(job.places)
+        if isinstance(event, job_types.Tick | job_types.NodeDisconnected | job_types.Progressed):
+            return None
         match event:
             case job_types.NodeMessage(name, Join(held=held)) if held is not None:
                 self.previous_nodes.add(name)  # perhaps in a round that this coordinator does not know
             case job_types.NodeMessage(_, Problems()):
                 charged = job.restarts.used
                 return lambda _: require(job.restarts.used == charged, f"a health problem was charged: {event}")
+            case job_types.NodeMessage(name, StateLost(round)) if round == job.round and name in job.places:
+                return self._before_restart_without_state(job)
+            case job_types.NodeMessage(_, Leaving() | LastCommitMade()) if self._is_on_time(job):
+                used = job.restarts.used
+                return lambda _: require(job.restarts.used == used, f"a departure was charged: {event}")
+            case job_types.StragglerFound(name, round):
+                is_known = job.phase is Phase.RUNNING and round == job.round and name in job.places
+                replaceable = is_known and not job.succeeded and name in job.membership.eligible
+                is_replaced = replaceable and bool(job.membership.waiting)
+                return lambda _: require(
+                    bool(job.membership.quarantine.reason(name)) or not is_replaced, f"{name} is slow and stays"
+                )
             case DrainNode() | RestartRound() | ScaleJob() | StopJob():
                 return self._before_operator_command(job, event)
             case job_types.NodeMessage(_, Failed(round) | Succeeded(round)) if round != job.round:
@@ -88,6 +113,21 @@ class Rules:
                     job.phase in (Phase.CLOSING, Phase.CLOSED), f"the budget is spent and the job goes on: {event}"
                 )
         return None
+
+    def _before_restart_without_state(self, job: Job) -> Check | None:
+        """The round ends, nothing is charged, and all its workers are stopped: those of the next one are new."""
+        if job.phase not in (Phase.RUNNING, Phase.RECOVERING) or not self._is_on_time(job):
+            return None
+        used, round, phase, nodes = job.restarts.used, job.round, job.phase, [n for n in job.places if n in job.members]
+
+        def check(commands: list[job_types.JobCommand]) -> None:
+            require(job.restarts.used == used, "a lost state was charged")
+            require(job.round > round or job.phase is not phase, f"round {round} goes on without its state")
+            sent = [(c.node, c.message.round) for c in commands
+                    if isinstance(c, job_types.Send) and isinstance(c.message, StandBy)]  # fmt: skip
+            require(all((n, round) in sent for n in nodes), f"{nodes} must stop, told were {sent}")
+
+        return check
 
     def _before_operator_command(self, job: Job, command: OperatorCommand) -> Check:
         """An allowed command takes effect, a rejected one changes nothing, and none is charged."""
@@ -252,7 +292,7 @@ class Rules:
             return
         for node in world.nodes.values():
             link = node.connection
-            if node.alive and node.group and link and link.linked:
+            if node.alive and node.group and node.group not in world.stuck and link and link.linked:
                 connected = world.now - max(link.began, link.up_last, link.down_last)
                 require(connected < STOP_TIMEOUT_S, f"{node.id} has workers of {node.group.place}, which is over")
 
@@ -299,6 +339,8 @@ class Rules:
             runs = node.group.place if node.group else None
             if runs != place:
                 return f"{node.id} runs {runs}, should {place}"
+            if node.group and node.machine._state_lost.round == node.group.place.round:
+                return f"{node.id} has lost its state, and round {node.group.place.round} goes on"
             if node.group and node.group.outside:
                 return f"{node.id}: workers {node.group.outside} are not in the round"
             if node.group and node.group.state not in ("running", "done"):

@@ -9,6 +9,8 @@ and drain, and workers fail.  Rules, besides those of `succession_world.py`:
 2.  In one round, all nodes have the same store and different ranks.
 3.  At rest, the job runs one round, with as many nodes as the target allows.
 4.  At rest, the coordinator knows the newest memory that a living node keeps, and the lowest rank keeps its memory.
+5.  In one office, a coordinator's memory is never replaced by an older one.
+6.  A round that ends before its change begins is not committed.
 
 `python -m tests.simulation.succession_job_world SEED` prints one schedule as a transcript.
 """
@@ -215,7 +217,9 @@ class SuccessionJobWorld(SuccessionWorld):
             return
         if not process.candidate.holds_office(self.clock(process)):
             return
+        serial, begun = job.memory._serial, process.candidate.electorate.round
         commands = job.on(event, self._job_now(process))
+        require(job.memory._serial >= serial, f"{process.name} replaces memory {serial} by {job.memory._serial}")
         if job.phase is Phase.RUNNING and job.round > process.proposed_round:
             process.proposed_round = job.round
             process.queue.propose(job.round)
@@ -223,10 +227,9 @@ class SuccessionJobWorld(SuccessionWorld):
             self.note(f"{process.name} forms round {job.round} of {tuple(job.places)}")
             self._execute(process, process.candidate.propose(job.round, tuple(job.places), self.clock(process)))
         elif job.phase is not Phase.RUNNING and not process.queue.is_empty:
-            newest = process.candidate.withdraw()
-            self.reached["round withdrawn"] += any(round > newest for round in process.proposed)
-            process.proposed = {round: nodes for round, nodes in process.proposed.items() if round <= newest}
-            self._send_all(process, process.queue.withdraw(newest))
+            self.reached["round withdrawn"] += any(round > begun for round in process.proposed)
+            process.proposed = {round: nodes for round, nodes in process.proposed.items() if round <= begun}
+            self._send_all(process, process.queue.withdraw(process.candidate.withdraw()))
         for command in commands:
             match command:
                 case job_types.Send(node, message):

@@ -15,6 +15,8 @@ Rules, at every step:
 4.  A node starts rounds in the order of their numbers.
 5.  A node that has left is no voter any more.
 6.  A coordinator that knows a newer one is not in office.
+7.  A candidate asks for promises only if its agent follows no other coordinator, and again only if its contacts could
+    elect it.
 
 Faults stop at some time.  If a majority of the newest electorate is alive then, with a candidate, all nodes follow one
 coordinator and a round of all of them is committed within `REST_TIMEOUT_S`.
@@ -453,6 +455,9 @@ class SuccessionWorld:
                         holder = self.coordinators.setdefault(message.epoch, process.name)
                         require(holder == process.name, f"{holder} and {process.name} have epoch {message.epoch}")
                         self._admit(process, node)
+                    elif isinstance(message, Canvass) and process.candidate and not process.candidate.in_office:
+                        follows = process.is_accepted and process.connection and process.connection.server
+                        require(follows in (False, process), f"{process.name} asks for promises, and has a coordinator")
                     if connection := process.incoming.get(node):
                         self._send(connection, CLIENT, message)
                 case Lead(epoch, round):
@@ -640,8 +645,8 @@ class SuccessionWorld:
                 server.candidate.on_disconnected(process.name)
                 self._detach(server, process.name)
             self._send(connection, SERVER, process.voter.follow())
-            wait = process.search.waiting_time() * self.patience * self.random.uniform(0.8, 1.2)
-            self.at(self.now + wait, self._waited, process, connection)
+            wait = process.search.waiting_time(is_first_election=process.voter.electorate.is_first)
+            self.at(self.now + wait * self.patience * self.random.uniform(0.8, 1.2), self._waited, process, connection)
             self.at(self.now + LEASE_S / 3, self._heartbeat, connection)
 
     def _failed(self, process: Process, attempt: int, target: int, is_refused: bool) -> None:
@@ -750,7 +755,10 @@ class SuccessionWorld:
         now = self.clock(process)
         self._vote(process, process.voter.on_tick(now))
         if process.candidate:
-            self._execute(process, process.candidate.on_tick(now))
+            commands = process.candidate.on_tick(now)
+            asks = any(isinstance(command, SendTo) and isinstance(command.message, Canvass) for command in commands)
+            require(not asks or process.candidate._is_electable(), f"{process.name} asks, and cannot be elected")
+            self._execute(process, commands)
         self._tick_job(process)
         self._arm(process)
 

@@ -1,45 +1,62 @@
-"""Tens of thousands of random schedules, and no violation.
+"""Tens of thousands of random schedules of all simulators, and no violation.
 
-`RIPSTOP_SCHEDULES=1000000 pytest tests/simulation` runs more of them, from `RIPSTOP_SCHEDULES_FROM` on.
+`make simulate` runs a hundred thousand others; `make simulate SCHEDULES=1000000 FROM=5000000` any number of any seeds.
+A violation names its seed and the command that replays it.
 """
 
 import os
+from collections.abc import Callable
 
 import pytest
 
-from tests.simulation.world import MIXES, World, check
+from tests.simulation import (
+    adversary_world,
+    compare_and_set_world,
+    handover_world,
+    partition_world,
+    state_world,
+    succession_job_world,
+    succession_world,
+    world,
+)
+from tests.simulation.state_world import StateWorld
+from tests.simulation.world import MIXES, World
 
-SCHEDULES = int(os.environ.get("RIPSTOP_SCHEDULES", "21000"))
+SCHEDULES = int(os.environ.get("RIPSTOP_SCHEDULES", "33000"))
 FIRST = int(os.environ.get("RIPSTOP_SCHEDULES_FROM", "0"))
-PARTS = 14
-LONG = 280_000
+WORLDS: dict[str, tuple[Callable[[int], None], float, int]] = {  # share of the schedules, number of parts
+    "job and agents": (world.check, 0.65, 20),
+    "training state": (state_world.check, 0.10, 4),
+    "succession": (succession_world.check, 0.08, 3),
+    "succession with the job": (succession_job_world.check, 0.03, 3),
+    "adversary": (adversary_world.check, 0.10, 4),
+    "partial partition": (partition_world.check, 0.015, 1),
+    "handover": (handover_world.check, 0.015, 1),
+    "compare and set": (compare_and_set_world.check, 0.01, 2),
+}
+PARTS = [(name, part) for name, (_, _, parts) in WORLDS.items() for part in range(parts)]
 FIXED = (8_735, 20_595, 1_006_495, 1_147_335)  # schedules that once did not come to rest
 
 
-@pytest.mark.timeout(0 if SCHEDULES > 100_000 else 300)
-@pytest.mark.parametrize("part", range(PARTS))
-def test_every_schedule_comes_to_rest_after_its_faults(part: int) -> None:
-    size = SCHEDULES // PARTS
-    for seed in range(FIRST + part * size, FIRST + (part + 1) * size):
+@pytest.mark.timeout(0 if SCHEDULES > 50_000 else 300)
+@pytest.mark.parametrize(("name", "part"), PARTS)
+def test_every_schedule_keeps_the_rules_and_comes_to_rest(name: str, part: int) -> None:
+    check, share, parts = WORLDS[name]
+    count = round(SCHEDULES * share)
+    for seed in range(FIRST + count * part // parts, FIRST + count * (part + 1) // parts):
         check(seed)
 
 
 @pytest.mark.parametrize("seed", FIXED)
 def test_schedules_of_fixed_defects_come_to_rest(seed: int) -> None:
-    check(seed)
+    world.check(seed)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_many_more_schedules_come_to_rest() -> None:
-    for seed in range(1_000_000, 1_000_000 + LONG):
-        check(seed)
-
-
-def test_a_seed_is_a_schedule() -> None:
+@pytest.mark.parametrize("kind", [World, StateWorld])
+def test_a_seed_is_a_schedule(kind: type[World]) -> None:
     transcripts: list[list[str]] = [[], []]
     for lines in transcripts:
-        World(5, lines.append).run()
+        kind(5, lines.append).run()
     assert transcripts[0] == transcripts[1]
     assert len(transcripts[0]) > 50
 
@@ -48,11 +65,11 @@ def test_a_seed_is_a_schedule() -> None:
 def test_schedules_of_every_mix_commit_rounds_and_reach_both_kinds_of_rest(mix: int) -> None:
     rounds = running = ended = 0
     for seed in range(mix, 40 * len(MIXES), len(MIXES)):
-        world = World(seed)
-        world.run()
-        rounds += len(world.rules.committed)
-        running += world.job is not None and world.job.report is None
-        ended += world.over
+        schedule = World(seed)
+        schedule.run()
+        rounds += len(schedule.rules.committed)
+        running += schedule.job is not None and schedule.job.report is None
+        ended += schedule.over
     assert rounds >= 40
     assert running >= 3
     assert ended >= 3

@@ -150,11 +150,14 @@ class SimNode:
 class World:
     """One schedule."""
 
+    mixes: tuple[Mix, ...] = MIXES
+    drain_timeout = 20.0
+
     def __init__(self, seed: int, trace: Callable[[str], None] | None = None) -> None:
         self.seed = seed
         self.trace = trace
         self.random = random = Random(seed)
-        self.mix = mix = MIXES[seed % len(MIXES)]
+        self.mix = mix = self.mixes[seed % len(self.mixes)]
         self.now = 0.0
         self.queue: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self.steps = self.serial = 0
@@ -183,6 +186,7 @@ class World:
         self.backlog: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         # nodes and workers
         self.nodes: dict[str, SimNode] = {}
+        self.stuck: set[Group] = set()  # workers that SIGKILL does not end
         self.finished: dict[Address, set[str]] = {}  # by the store of their round: nodes whose workers exited 0
         self.port = 40_000
         self.rules = Rules(self)
@@ -450,7 +454,7 @@ class World:
         slots, role = random.choice((1, 1, 2, 8)), random.choice(("default", "other"))
         number = len(self.nodes) % 4 if self.rank_by is RankBy.SLOT else None  # the fifth replaces the first
         who = Node(name, f"host-{name}", slots, role, rank, number, label=f"rack{len(self.nodes) % 3}")
-        settings = AgentSettings(who, self.low, self.high, self.timing, self.rank_by, RECHECK_S / 3)
+        settings = AgentSettings(who, self.low, self.high, self.timing, self.rank_by, RECHECK_S / 3, self.drain_timeout)
         node = self.nodes[name] = SimNode(name, agent.Agent(settings, self.now), bool(own), self.now)
         self.note(f"{name} is up")
         self._arm(node)
@@ -529,6 +533,8 @@ class World:
                     self._reform(node, place, kept)
                 case agent_io.ReplaceWorkers(round, ranks):
                     self._replace(node, round, ranks)
+                case agent_io.MakeLastCommit(round):
+                    self._make_last_commit(node, round)
                 case agent_io.ExitAgent():
                     self._exit(node, command)
                     return
@@ -536,6 +542,14 @@ class World:
 
     def _exit(self, node: SimNode, end: agent_io.ExitAgent) -> None:
         require(node.group is None, f"{node.id} ends before its workers")
+        require(self._is_right_end(node, end), f"{node.id} ends with a wrong exit code: {end}")
+        node.alive, node.code = False, end.code
+        connection, node.connection = node.connection, None
+        if connection and connection.open:
+            connection.open = False
+            self._send_disconnect(connection)
+
+    def _is_right_end(self, node: SimNode, end: agent_io.ExitAgent) -> bool:
         if end.report is not None:
             good = end.report.outcome is Outcome.SUCCEEDED
             right = end.code == 0 if good else end.code == (128 + node.leaving if node.leaving else 1)
@@ -557,12 +571,7 @@ class World:
             if node.closing or (held is not None and succeeded and held.group_size == 1):
                 timeout = min(timeout, agent.FINAL_REPORT_TIMEOUT_S)  # the end is known
             right = (end.code == 1 or (end.code == 0 and succeeded)) and alone and lost >= timeout
-        require(right, f"{node.id} ends with a wrong exit code: {end}")
-        node.alive, node.code = False, end.code
-        connection, node.connection = node.connection, None
-        if connection and connection.open:
-            connection.open = False
-            self._send_disconnect(connection)
+        return right
 
     # workers ----------------------------------------------------------------------------------------------------------
 
@@ -620,6 +629,10 @@ class World:
         require(set(ranks) <= group.outside, f"{node.id} replaces {ranks}, outside are {group.outside}")
         group.outside -= set(ranks)
         group.registered -= set(ranks)
+
+    def _make_last_commit(self, node: SimNode, round: int) -> None:
+        """For `state_world.py`: here, workers have no State."""
+        raise Violation(f"{node.id} has to make a last commit of round {round}, and has no State")
 
     def _workers_step(self, node: SimNode, group: Group) -> None:
         """The workers report their first step to the current coordinator."""
@@ -839,7 +852,8 @@ class World:
         if self.is_frozen():
             self.backlog.append((self._arrive_heartbeat, (connection,)))
             return
-        self._feed_job(job_types.NodeMessage(node.id, Heartbeat()))
+        if self.job is not None and not self.job.renew(node.id, self.now):  # as in the coordinator's driver
+            self._feed_job(job_types.NodeMessage(node.id, Heartbeat()))
         if node.blocked_down <= self.now:
             connection.last_received = self.now
 

@@ -1,8 +1,9 @@
-"""A real Slurm cluster on this machine, for tests: munged, slurmctld and one slurmd a node.  Nothing is left of it.
+"""A real Slurm cluster on this machine, for tests: munged, slurmctld and one slurmd a node.  Empty cgroups stay behind.
 
 The nodes are n1, n2, n3 and p-07, so that node lists are heterogeneous.  Each node is a PID namespace with a host name
 of its own, so that a node can be killed with all its processes.  All nodes have the address 127.0.0.1.  The cluster
-preempts jobs: a job in the partition `urgent` requeues others.
+preempts jobs: a job in the partition `urgent` requeues others.  With the tracking `linuxproc`, Slurm signals all
+processes of a step; with `cgroup`, which most clusters have, its tasks only.
 """
 
 import os
@@ -25,6 +26,8 @@ needs_slurm = pytest.mark.skipif(
     os.geteuid() != 0 or not all(map(shutil.which, PROGRAMS)),
     reason="needs root and Slurm: apt install slurmctld slurmd slurm-client munge",
 )
+FREEZER = Path("/sys/fs/cgroup/freezer")
+needs_cgroup = pytest.mark.skipif(not (FREEZER / "cgroup.procs").exists(), reason="needs cgroup v1")
 NAMES = ("n1", "n2", "n3", "p-07")
 RIPSTOP = f"{sys.executable} -m ripstop"
 NODE = ("unshare", "--pid", "--fork", "--kill-child", "--mount", "--propagation=slave", "--mount-proc", "--uts")
@@ -47,7 +50,7 @@ SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.%n.log
 CommunicationParameters=NoAddrCache,NoInAddrAny,NoCtldInAddrAny
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/{tracking}
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
@@ -55,7 +58,7 @@ MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=10
 SlurmdParameters=config_overrides
-KillWait=10
+KillWait=30
 JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -68,8 +71,9 @@ PartitionName=urgent Nodes={names} MaxTime=INFINITE State=UP PriorityTier=9 Pree
 class Cluster:
     """Slurm with the nodes of `NAMES`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tracking: str) -> None:
         self.folder = folder
+        self.first_job = random.randrange(1, 60_000)  # coordinators' ports follow from it
         self.home = folder / "home"
         self.home.mkdir()
         (folder / "state").mkdir()
@@ -88,12 +92,14 @@ class Cluster:
         text = CONFIGURATION.format(
             host=os.uname().nodename.partition(".")[0],
             port=free_port(),
-            first_job=random.randrange(1, 60_000),  # coordinators' ports follow from it
+            first_job=self.first_job,
             folder=folder,
+            tracking=tracking,
             nodes="\n".join(nodes),
             names=",".join(NAMES),
         )
         (folder / "slurm.conf").write_text(text)
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
@@ -132,6 +138,15 @@ class Cluster:
         for process in self.processes.values():
             process.kill()
             process.wait(60)
+        self._remove_cgroups()
+
+    def _remove_cgroups(self) -> None:
+        """Those of this cluster's jobs; other clusters have nodes of the same names, but other jobs."""
+        for job in FREEZER.glob("slurm_*/uid_*/job_*"):
+            if 0 <= int(job.name.removeprefix("job_")) - self.first_job < 1000:
+                for folder in (*job.iterdir(), job):
+                    with suppress(OSError):  # the files in it, which go with it
+                        folder.rmdir()
 
     def run(self, *command: str, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -222,14 +237,19 @@ class BatchJob:
         updated = self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now+2")
         assert updated.returncode == 0, updated.stderr
 
+    def end_in(self, seconds: int) -> None:
+        """Move the time limit of a running job."""
+        updated = self.cluster.run("scontrol", "update", f"JobId={self.number}", f"EndTime=now+{seconds}")
+        assert updated.returncode == 0, updated.stderr
+
     def cancel(self) -> None:
         self.cluster.run("scancel", str(self.number))
         self.wait_until_over()
 
 
 @contextmanager
-def running_cluster(folder: Path) -> Iterator[Cluster]:
-    cluster = Cluster(folder)
+def running_cluster(folder: Path, tracking: str = "linuxproc") -> Iterator[Cluster]:
+    cluster = Cluster(folder, tracking)
     try:
         cluster.start()
         yield cluster

@@ -2,13 +2,14 @@
 
 import re
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.harness import SCRIPTS, wait_until
-from tests.slurm.cluster import RIPSTOP, Cluster, needs_slurm, running_cluster
+from tests.slurm.cluster import RIPSTOP, BatchJob, Cluster, needs_cgroup, needs_slurm, running_cluster
 
 WORKER = Path(__file__).parent / "worker.py"
 STATE = SCRIPTS / "state.py"
@@ -22,6 +23,12 @@ pytestmark = needs_slurm
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with running_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def cgroup_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running_cluster(tmp_path_factory.mktemp("slurm"), tracking="cgroup") as cluster:
         yield cluster
 
 
@@ -64,6 +71,17 @@ def test_a_rendered_script_runs_a_job_without_a_shared_home(cluster: Cluster) ->
     assert job.wait_until_over() == "COMPLETED", job.output
     assert started(job.output) == ["n1 rank=0/2", "n2 rank=1/2"]
     assert "secret=['" not in job.output
+
+
+@pytest.mark.long
+def test_ripstop_slurm_submit_starts_a_job(cluster: Cluster) -> None:
+    setup = f"--setup=export PATH={Path(sys.executable).parent}:$PATH"
+    line = ["slurm", "submit", "--nnodes=2", "--cpus=2", "--memory=100M", "--log-dir=logs", setup, str(WORKER)]
+    submitted = cluster.run("env", "SBATCH_OUTPUT=%j.out", *RIPSTOP.split(), *line, "--once")
+    assert submitted.returncode == 0, submitted.stderr
+    job = BatchJob(cluster, int(submitted.stdout.split()[-1]))
+    assert job.wait_until_over() == "COMPLETED", job.output
+    assert [where.split()[1] for where in started(job.output)] == ["rank=0/2", "rank=1/2"]
 
 
 @pytest.mark.long
@@ -158,9 +176,10 @@ def test_with_no_kill_the_job_goes_on_without_a_lost_node(cluster: Cluster) -> N
     ],
 )
 def test_workers_can_save_before_the_time_limit(cluster: Cluster, option: str, signal: str) -> None:
-    """Slurm looks every 30 s, and sends a signal up to 30 s too early: here 15 to 45 s after the start of the job."""
-    job = cluster.submit(batch(f"exec {SRUN} {RUN} {WORKER}", options=f"--nodes=2 --time=1 {option}"))
+    """Slurm looks every 30 s, and sends a signal up to 30 s too early: here 15 to 45 s after the workers began."""
+    job = cluster.submit(batch(f"exec {SRUN} {RUN} {WORKER}", options=f"--nodes=2 --time=60 {option}"))
     job.wait_for("started", 2)
+    job.end_in(60)
     job.wait_for(f"saved after {signal}", 2, timeout=200)
     job.wait_until_over()
     assert "second signal" not in job.output
@@ -180,7 +199,9 @@ def test_a_preempted_job_saves_and_goes_on_counting_when_it_is_requeued(cluster:
 
 @pytest.mark.long
 def test_a_rendered_job_with_drain_and_requeue_goes_on_after_its_time_limit(cluster: Cluster) -> None:
-    job = cluster.submit(rendered(cluster, "--nnodes=2", "--cpus=2", "--time=1", "--drain=15", "--requeue"))
+    job = cluster.submit(rendered(cluster, "--nnodes=2", "--cpus=2", "--time=60", "--drain=15", "--requeue"))
+    job.wait_for("restarts=0 started", 2)
+    job.end_in(60)
     job.wait_for("restarts=0 saved after SIGTERM", 2, timeout=200)
     job.release()
     job.wait_for("restarts=1 started", 2)
@@ -212,3 +233,25 @@ def test_training_state_goes_on_after_a_requeue(cluster: Cluster) -> None:
         assert restored is not None
         assert 0 < int(restored[1]) <= 20
         assert lines[-1].startswith("40 ")
+
+
+@needs_cgroup
+@pytest.mark.long
+@pytest.mark.parametrize("option", ["", "--signal=B:USR1@15", "--signal=TERM@15"])
+def test_the_time_limit_is_a_planned_end_with_a_commit(cgroup_cluster: Cluster, tmp_path: Path, option: str) -> None:
+    """The last commit is the only checkpoint; the next job continues with the next step."""
+    losses = tmp_path / "losses"
+    flags = f"--checkpoint-dir={tmp_path / 'checkpoints'} --checkpoint-interval=1h"
+    lines = f"export LOSSES={losses} STEPS=100000000 OMP_NUM_THREADS=1", f"exec {SRUN} {RUN} {flags} {STATE}"
+    job = cgroup_cluster.submit(batch(*lines, options=f"--nodes=2 --time=60 {option}"))
+    files = [Path(f"{losses}.{rank}") for rank in range(2)]
+    wait_until(lambda: all(file.exists() and "\n9 " in file.read_text() for file in files) or None)
+    job.end_in(60)
+    job.wait_until_over(timeout=200)
+    assert "all ranks have commit" in job.output and "is saved path=" in job.output, job.output
+    last = {file.read_text().splitlines()[-1].split()[0] for file in files}
+    assert len(last) == 1
+    following = cgroup_cluster.submit(batch(*lines, options="--nodes=2"))
+    restored = f"\n# restored at {last.pop()}\n"
+    wait_until(lambda: all(restored in file.read_text() for file in files) or None, why=lambda: following.output)
+    following.cancel()

@@ -79,13 +79,13 @@ def test_without_a_job_the_error_names_the_variable() -> None:
         ({"SLURM_LOCALID": "1"}, r"SLURM_LOCALID=1: a second task on this node, although .*=1\(x4\)"),
         ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID is not set, although SLURM_STEP_ID is; .* pass all SLURM_ variables on"),
         ({"SLURM_NODEID": "4"}, "has the nodes 0 to 3"),
-        ({"SLURM_NODEID": "x"}, "not a whole number"),
+        ({"SLURM_NODEID": "x"}, "not a whole number; start ripstop with srun"),
         ({"SLURM_JOB_ID": "12_3"}, "not a whole number"),
         ({"SLURM_STEP_ID": "zero"}, "not a whole number"),
         ({"SLURMD_NODENAME": "n9"}, r"SLURMD_NODENAME=n9: node 0 of .* is n1"),
         ({"SLURM_RESTART_COUNT": "-1"}, "below the minimum"),
-        ({"SLURM_GPUS_ON_NODE": "many"}, "not a whole number"),
-        ({"SLURM_STEP_RESV_PORTS": "x"}, "not a whole number"),
+        ({"SLURM_GPUS_ON_NODE": "many"}, "not a whole number; start ripstop with srun"),
+        ({"SLURM_STEP_RESV_PORTS": "x"}, "not a whole number; start ripstop with srun"),
     ],
 )
 def test_slurm_variables_that_make_no_sense_are_an_error(changed: dict[str, str], message: str) -> None:

@@ -62,7 +62,7 @@ def test_a_home_directory_that_is_not_shared_is_an_error_with_a_remedy(path: Pat
 
 def test_a_file_system_that_does_not_answer_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
-    monkeypatch.setattr(Path, "iterdir", lambda _: released.wait(60) and [])
+    monkeypatch.setattr(Path, "iterdir", lambda _: released.wait(120) and [])
     try:
         with pytest.raises(UsageError, match=r"did not answer within 0.2 s; correct this, or set .*RIPSTOP_TOKEN"):
             job_secret(UserKey(path, CONTEXT, is_creator=True), timeout=0.1)

@@ -13,7 +13,7 @@ def put_in_threads(writer: BackgroundWriter, *lines: str) -> None:
     for caller in callers:
         caller.start()
     for caller in callers:
-        caller.join(timeout=10)
+        caller.join(timeout=120)
         assert not caller.is_alive(), "put waits for ever"
 
 

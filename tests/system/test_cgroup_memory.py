@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.commit_memory import available_memory
 from ripstop.diagnostics.evidence import Memory, read_memory
-from ripstop.system.cgroup_memory import MemoryCgroup, memory_cgroup_path, memory_cgroups
+from ripstop.system.cgroup_memory import MemoryCgroup, available_memory, memory_cgroup_path, memory_cgroups
 
 MIB, GIB = 1 << 20, 1 << 30
 HYBRID = "9:name=systemd:/\n4:cpu,memory:/docker/abc\n0::/\n"

@@ -24,7 +24,9 @@ reserve = DescriptorReserve()
 
 
 def run(text: str) -> str:
-    done = subprocess.run([sys.executable, "-c", SETUP + text], check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", SETUP + text], check=False, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stderr
 

@@ -74,7 +74,7 @@ def shown(live: LiveLine, text: str) -> None:
         drawn = asyncio.get_running_loop().create_future()
         live._on_drawn.append(lambda: drawn.get_loop().call_soon_threadsafe(drawn.set_result, None))
         live._request()
-        await asyncio.wait_for(drawn, 10)
+        await asyncio.wait_for(drawn, 120)
 
     asyncio.run(show())
 
@@ -130,7 +130,7 @@ def test_a_stopped_terminal_delays_hiding_by_a_second_at_most() -> None:
         live = LiveLine(colors=False)
         shown(live, "waiting")
         termios.tcflow(terminal.fd, termios.TCOOFF)
-        asyncio.run(asyncio.wait_for(live.hide(), 10))
+        asyncio.run(asyncio.wait_for(live.hide(), 120))
         termios.tcflow(terminal.fd, termios.TCOON)
         live.close()
         assert terminal.lines() == [""]

@@ -329,7 +329,7 @@ def start_bound(stage: Stage, binding: Binding | None, start: StartMethod) -> tu
             )
             try:
                 await group.start()
-                return await asyncio.wait_for(ended, 60)
+                return await asyncio.wait_for(ended, 120)
             finally:
                 await group.stop(0)
 

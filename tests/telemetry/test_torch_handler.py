@@ -11,7 +11,7 @@ from ripstop.telemetry import torch_handler
 from ripstop.telemetry.torch_handler import EventHandler
 from ripstop.workers.processes import Children
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 Start = Callable[[str], EventHandler]
 

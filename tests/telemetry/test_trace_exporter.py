@@ -54,7 +54,7 @@ def run_job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float]:
             for event in EVENTS:
                 exporter.add(EventRecord(1, time.time(), "", event))
             if condition is not None:
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(120):
                     await condition()
             start = time.monotonic()
             await exporter.close()

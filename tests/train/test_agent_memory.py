@@ -83,7 +83,10 @@ def test_a_worker_gets_the_buffers_of_all_ranks_and_frees_those_of_ranks_elsewhe
 def test_the_number_of_ranks_is_bounded(agent: Agent, client: AgentMemory, buffer: int) -> None:
     for agent.rank in range(MAX_RANKS):
         client.keep("state", 0, buffer)
-    assert len(client._ask({"get": "state"}, [])[0]["ranks"]) == MAX_RANKS
+    kept = client.get("state")
+    assert list(kept) == [(rank, 0) for rank in range(MAX_RANKS)]
+    for fd in kept.values():
+        os.close(fd)
     agent.rank = MAX_RANKS
     with pytest.raises(AgentError, match=f"the buffers of {MAX_RANKS} ranks"):
         client.keep("state", 0, buffer)

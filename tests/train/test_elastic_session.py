@@ -3,6 +3,8 @@
 `tests/e2e/test_elastic.py` has real jobs.
 """
 
+import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +15,7 @@ from torch import distributed
 from ripstop import train
 from ripstop.train import interruption
 from ripstop.train.elastic_session import _is_broken_connection
+from ripstop.train.group_abort import forget_groups
 from ripstop.train.transfer import TransferError
 
 
@@ -101,3 +104,20 @@ def test_a_broken_connection_differs_from_errors_of_the_script() -> None:
     own_client = ConnectionResetError("api.example.org")
     others = (shapes.value, ValueError("x"), torch.OutOfMemoryError("x"), own_client)
     assert not any(map(_is_broken_connection, others))
+
+
+def test_groups_are_forgotten_at_once_and_end_when_the_caller_lets_go_of_them() -> None:
+    """In a recovery the caller does that in another thread, because gloo's threads need some time to end."""
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    group = weakref.ref(distributed.group.WORLD)
+    groups = forget_groups()
+    assert not distributed.is_initialized()
+    assert group() is not None
+    thread = threading.Thread(target=groups.clear)
+    thread.start()
+    thread.join()
+    assert group() is None
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)  # its numbers begin anew
+    assert distributed.group.WORLD.group_name == "0"
+    distributed.destroy_process_group()

@@ -6,6 +6,7 @@ import pickle
 import random
 import signal
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -15,7 +16,7 @@ import torch
 
 from ripstop import train
 from ripstop.commit_memory import CONTENT_OFFSET, CommitId, Header
-from ripstop.train import replication
+from ripstop.train import rank_store, replication
 from ripstop.train.commit_buffer import CommitBuffer
 from ripstop.train.rank_store import RankStore
 from ripstop.train.transfer import Giver
@@ -199,8 +200,7 @@ def attacked(key: str, mark: str) -> str:
     buffer.complete(Header(crc32(b"test"), CommitId(1, 1), 1, 2, CONTENT_OFFSET, len(data), crc32(data)))
     store = RankStore("state", 0, 2, bytes.fromhex(key))
     with Giver(store.transfer_key("restore 1"), {1: buffer}, 2) as giver:
-        transfer = {"shards": [0, 1], "transfers": [[0, 1, 1]], "holders": [], "skipped": ""}
-        store.publish("restore 1 disk", [[], 0, 0.0])
+        transfer = {"shards": [0, 1], "transfers": [[0, 1, 1]], "holders": [], "skipped": "", "disk": [[], 0, 0.0]}
         store.publish("restore 1 giver 0", [giver.host, giver.port])
         store.publish("restore 1 received", "")
         store.publish("restore 1 0", {"commit": [1, 1, 2], **transfer})
@@ -250,6 +250,23 @@ def test_a_value_is_accepted_with_the_mac_of_its_topic_only(cluster: Cluster) ->
     no = "train.State accepts only values of this round's workers"
     assert cluster.run(opened, "a", KEY) == [[{"x": 1}, no, no, no, 5]]
     assert cluster.run(opened, "a", "") == [[no, no, no, no, no]]
+
+
+def waiting_in_vain() -> str:
+    """Rank 2 of three gives no value."""
+    rank_store.TIMEOUT = timedelta(seconds=1)
+    RankStore("state", 1, 3, b"").publish("topic/1", None)
+    try:
+        RankStore("state", 0, 3, b"").decide("topic", None, lambda _: None)
+    except RuntimeError as error:
+        return str(error).split(" (")[0]
+    return ""
+
+
+def test_the_error_names_the_rank_that_gave_no_value(cluster: Cluster) -> None:
+    assert cluster.run(waiting_in_vain, "a") == [
+        "train.State needs every rank of the round: topic/2 did not arrive at rank 0"
+    ]
 
 
 # ranks without an agent -----------------------------------------------------------------------------------------------

@@ -261,7 +261,7 @@ def test_commits_and_restores_are_reported_with_the_states_step_or_the_number_of
     monkeypatch.setattr(reports, "_next_commit_send", 0.0)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
         listening.bind(os.environ["RIPSTOP_SOCKET"])
-        listening.settimeout(20)
+        listening.settimeout(120)
         state = train.State(**values)
         assert not state.restore()  # not reported
         for every, is_kept in ((None, True), (3, False)):

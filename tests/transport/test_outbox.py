@@ -71,7 +71,7 @@ def test_replies_are_queued_again_after_some_were_written() -> None:
         running = asyncio.create_task(outbox.run())
         for number in range(8):
             outbox.put(Reply(number, body="x" * 200_000))
-            await asyncio.wait_for(has_written.wait(), 20)
+            await asyncio.wait_for(has_written.wait(), 120)
             has_written.clear()
         outbox.finish()
         await running

@@ -33,7 +33,7 @@ from ripstop.transport import agent_authentication, api_authorization, connectio
 from ripstop.transport.rejection_log import RejectionLog
 from ripstop.transport.websocket import CLOSE_CODE_RETURNING, PREAUTH_HEADER
 
-DEADLINE = 20.0
+DEADLINE = 120.0
 WELCOME_OR_REJECTED: tuple[type[Welcome | Rejected], ...] = (Welcome, Rejected)
 
 

@@ -23,7 +23,7 @@ from ripstop.transport.tls import check_coordinator_certificate, client_context
 from tests.certificates import Authority
 from tests.e2e.harness import free_port
 
-DEADLINE = 20.0
+DEADLINE = 120.0
 
 
 def conf(tls: Tls) -> str:

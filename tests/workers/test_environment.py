@@ -115,7 +115,7 @@ def test_the_environment_equals_torchruns(tmp_path: Path) -> None:
         [sys.executable, *command.split(), str(script), str(tmp_path / "env")],
         env=base,
         check=True,
-        timeout=60,
+        timeout=120,
         capture_output=True,
     )
     for rank in range(2):

@@ -22,7 +22,7 @@ from ripstop.workers.group import Exit, Group
 from ripstop.workers.processes import Children
 from ripstop.workers.spawner import ProcessSpec, Spawner
 
-DEADLINE = 30.0
+DEADLINE = 120.0
 
 # For a worker that reports that it runs.
 PREAMBLE = """

@@ -207,7 +207,7 @@ assert found == [True, "it writes output"], found
     terminal, other = os.openpty()
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program], check=False, stdout=other, stderr=subprocess.PIPE, timeout=60
+            [sys.executable, "-c", program], check=False, stdout=other, stderr=subprocess.PIPE, timeout=120
         )
         os.set_blocking(terminal, False)
         with pytest.raises(BlockingIOError):
@@ -348,10 +348,10 @@ def test_an_own_module_that_changed_is_imported_anew(stage, site):
     site(fit="")
     stage.script("import fit\nTEXT = 'old'", "own.py")
     stage.script("import own\nprint(own.TEXT)")
-    out, zygotes = rounds(
-        stage, [lambda: stage.script("import fit\nTEXT = 'new'", "own.py"), lambda: None, lambda: None]
-    )
-    assert out == ["old", "new", "new", "new"]
+    # Another size: Python takes its bytecode for current if the source has the same size and second of change.
+    edit = lambda: stage.script("import fit\nTEXT = 'changed'", "own.py")  # noqa: E731
+    out, zygotes = rounds(stage, [edit, lambda: None, lambda: None])
+    assert out == ["old", "changed", "changed", "changed"]
     assert zygotes[0] != zygotes[1] == zygotes[2] == zygotes[3]
 
 
@@ -404,7 +404,9 @@ def test_imports_are_observed_without_standard_streams(stage, site, closed):
     site(fit="", unfit="os.environ['RANK']")
     script = stage.script("import fit\ntry:\n    import unfit\nexcept ImportError:\n    pass")
     command = f"exec {sys.executable} -m ripstop run --standalone {script} {closed}"
-    done = subprocess.run(["sh", "-c", command], env=stage.env, check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["sh", "-c", command], env=stage.env, check=False, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0
     if "2" not in closed:
         assert "preloaded=fit " in done.stderr

@@ -26,7 +26,7 @@ from ripstop.workers.report_socket import (
 )
 from ripstop.workers.state_memory import PATH_SUFFIX
 
-DEADLINE = 20.0
+DEADLINE = 120.0
 
 
 def received(folder: Path, count: int, send: Callable[[str], None]) -> list[tuple[int, WorkerReport]]:

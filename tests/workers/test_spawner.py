@@ -117,7 +117,7 @@ def test_a_worker_has_its_own_environment_in_proc_python_libc_and_its_children(s
                 )
                 for rank in range(2)
             ]
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 for pid in await spawner.spawn(specs):
                     spawner.children.watch(pid, ended.put_nowait)
                 return [(await ended.get()).exitcode for _ in specs]
@@ -258,7 +258,7 @@ def test_files_that_never_stop_changing_are_an_error_with_a_remedy(stage):
         entry = Script(str(path))
         problem = pytest.raises(StartError, match=r"have changed \d times in a row; use --preload=none")
         with new_spawner(entry, stage.env, preload=None) as spawner, problem:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 await spawner.spawn([ProcessSpec(stage.env, entry)])
 
     changing = threading.Thread(target=change)
@@ -354,7 +354,7 @@ def test_a_hundred_starts_leak_no_descriptor_in_the_agent_or_the_zygote(stage):
             before = descriptors()
             for _ in range(25):
                 await round_trip()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 while any(now > then for now, then in zip(descriptors(), before, strict=True)):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         finally:

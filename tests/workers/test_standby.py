@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ripstop.model import events
-from ripstop.model.config import Binding, Script, Standby
+from ripstop.model.config import Binding, Script, Standby, StandbyUntil
 from ripstop.model.errors import StartError
 from ripstop.system import linux
 from ripstop.workers import standby, standby_policy
@@ -68,16 +68,21 @@ class Pool:
         self.recorded.remove(found[0])
         return found[0]
 
+    def begin_round(self) -> None:
+        """A round starts, its workers call their function, and one reports a step."""
+        self.standbys.on_round_started()
+        for rank in range(2):
+            self.standbys.on_function_called(rank)
+        self.standbys.on_first_step()
+
     async def make(self) -> None:
         """Make standbys, and wait until they are ready."""
-        self.standbys.on_round_started()
-        self.standbys.on_first_step()
+        self.begin_round()
         await self.wait_for(events.StandbysReady)
 
     async def fail(self) -> str:
         """Make a standby whose warm-up fails; why it failed."""
-        self.standbys.on_round_started()
-        self.standbys.on_first_step()
+        self.begin_round()
         return str((await self.wait_for(events.StandbyDiscarded)).why)
 
     def pids(self) -> list[int]:
@@ -87,6 +92,12 @@ class Pool:
         out, err = self.directory / f"{rank}.out", self.directory / f"{rank}.err"
         env = {**self.env, "LOCAL_RANK": str(rank), "RANK": str(rank + 10)}
         return ProcessSpec(env, self.entry, out, err, local_rank=rank, **more)
+
+    def shadowed_spec(self, rank: int) -> ProcessSpec:
+        """The worker that a standby shadows, in an earlier round."""
+        output = self.directory / f"standby_{rank}.log"
+        own = {"RANK": "99", "RIPSTOP_STANDBY": "1", "TORCHELASTIC_ERROR_FILE": str(self.directory / "error.json")}
+        return ProcessSpec({**self.spec(rank).env, **own}, self.entry, output, output)
 
     async def run(self, *specs: ProcessSpec) -> list[int]:
         """Start these workers, and wait for their success; their pids."""
@@ -125,18 +136,19 @@ class Pools:
         warm_up: str = "",
         binding: Binding | None = None,
         preload: tuple[str, ...] = (),
+        until: StandbyUntil = StandbyUntil.SCRIPT,
     ) -> AsyncIterator[Pool]:
         """`warm_up` is the body of the function."""
         entry = Script(str(self.stage.script(script)))
         if warm_up:
             body = "\n".join(f"    {line}" for line in warm_up.splitlines())
             self.stage.script(f"import os, sys\ndef prepare(local_rank):\n{body}\n", "warming.py")
-        config = Standby(count, warm_up="warming:prepare" if warm_up else "")
+        config = Standby(count, warm_up="warming:prepare" if warm_up else "", until=until)
         async with asyncio.timeout(DEADLINE):
             with new_spawner(entry, self.stage.env, preload=preload) as spawner:
                 places = [Place({**self.stage.env, "LOCAL_RANK": str(rank)}, binding) for rank in range(count)]
                 pool = Pool(spawner, self.stage.directory, entry, self.stage.env)
-                pool.standbys = Standbys(spawner, config, places, pool.record)
+                pool.standbys = Standbys(spawner, config, places, pool.record, shadowed_spec=pool.shadowed_spec)
                 try:
                     await spawner.wait_ready()
                     yield pool
@@ -285,14 +297,28 @@ def test_a_standby_that_does_not_answer_is_killed_before_its_worker_is_forked(po
     asyncio.run(scenario())
 
 
-def test_a_standby_whose_module_changed_on_disk_is_not_taken(pools):
+@pytest.mark.parametrize("is_checked_first", [False, True])
+def test_a_standby_whose_module_changed_on_disk_is_not_taken(pools, is_checked_first):
     async def scenario() -> None:
         async with pools.open("import warming; print(warming.VERSION)", warm_up="pass") as pool:
             await pool.make()
             pool.directory.joinpath("warming.py").write_text("VERSION = 'fixed'\ndef prepare(rank): pass\n")
+            if is_checked_first:
+                pool.standbys.check_files([0])
             await pool.run()
             assert pool.output(0) == "fixed\n"
             assert "warming.py has changed" in pool.recorded[0].why
+
+    asyncio.run(scenario())
+
+
+def test_a_standby_that_was_checked_is_taken(pools):
+    async def scenario() -> None:
+        async with pools.open() as pool:
+            await pool.make()
+            standbys = pool.pids()
+            pool.standbys.check_files([0, 1])
+            assert await pool.run() == standbys
 
     asyncio.run(scenario())
 

@@ -195,6 +195,7 @@ class AgentDriver:
         if self._memory is not None:
             memory, received_at = self._memory
             self._link.send(Remember(memory, self._loop.time() - received_at))
+        self._recorder.hold()
         self._feed(CoordinatorConnected(self._link.local_host or "127.0.0.1"))
         self._recorder.send_again()
         self._runner.replication.send_again()

@@ -1,7 +1,8 @@
 """Records the events of one node: each gets a number and goes to the log, to the sinks and to the coordinator.
 
 The latest events are sent again after every reconnect.  So an event that was lost with a connection still arrives, and
-a new coordinator learns the recent history.
+a new coordinator learns the recent history.  A coordinator ignores an event with a lower number than the last one of
+its node.  So an event that is recorded during a reconnect is held back until the events before it are sent.
 """
 
 import logging
@@ -28,6 +29,7 @@ class EventRecorder:
         self._send = send
         self._sinks = tuple(sinks)
         self._seq = 0
+        self._is_held = False
         self._latest: deque[str] = deque(maxlen=MAX_RESENT_EVENTS)
 
     def record(self, event: Event, level: int = logging.INFO) -> None:
@@ -39,10 +41,16 @@ class EventRecorder:
             sink(record)
         line = to_json(record)
         self._latest.append(line)
-        self._send(Events((line,)))
+        if not self._is_held:
+            self._send(Events((line,)))
+
+    def hold(self) -> None:
+        """Send no event until `send_again`."""
+        self._is_held = True
 
     def send_again(self) -> None:
         """Send the latest events over a new connection."""
+        self._is_held = False
         batch: list[str] = []
         for line in self._latest:
             if batch and sum(map(len, batch)) + len(line) > MAX_BATCH_CHARS:

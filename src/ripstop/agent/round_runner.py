@@ -1,8 +1,7 @@
 """Starts, watches and stops the workers of one round at a time, with their logs and the round's store.
 
 The runner executes the machine's commands and reports what happens as inputs of the machine (`machine_io.py`).
-`worker_exits.py` decides which exits are failures and which timers kill a worker.  Work that takes time is a task of
-the driver.
+`worker_exits.py` decides which exits are failures and which timers kill a worker.  Long work is a task of the driver.
 """
 
 import asyncio
@@ -44,7 +43,7 @@ from ripstop.workers.environment import ROUND_VARIABLES
 from ripstop.workers.group import Exit, Group
 from ripstop.workers.report_socket import Reports, RestoreReport, WorkerReport
 from ripstop.workers.saver_process import Saver
-from ripstop.workers.spawner import ProcessSpec, Spawner, Starter
+from ripstop.workers.spawner import ProcessSpec, Starter
 from ripstop.workers.state_memory import StateMemory, WorkerIdentity
 from ripstop.workers.store import StorePort
 
@@ -83,9 +82,7 @@ class RoundRunner:
         self._loop = asyncio.get_running_loop()
         self._timers = self._open_timers(config.timer_pipe) if config.timer_pipe else None
         self._children = spawner.children.open()
-        self._standbys = (
-            open_standbys(config, spawner, environ, recorder.record) if isinstance(spawner, Spawner) else None
-        )
+        self._standbys = open_standbys(config, spawner, environ, recorder.record, self._shadowed_spec)
         self._spawner = self._standbys or spawner
         self._logs_source = logs_source
         if config.logs.specs:
@@ -99,7 +96,7 @@ class RoundRunner:
         self._specs = WorkerSpecs(config, environ, self._reports.path)
         self._elastic = ElasticWorkers(
             find_worker=self._find_worker,
-            on_registered=partial(self._on_elastic, machine_io.WorkerRegistered),
+            on_registered=self._on_registered,
             on_left=partial(self._on_elastic, machine_io.WorkerLeft),
             on_reformed=self._on_reformed,
             on_peer_lost=lambda round: report(machine_io.WorkerLostPeer(round)),
@@ -120,6 +117,12 @@ class RoundRunner:
 
     def standbys(self) -> tuple[StandbySample, ...]:
         return self._standbys.samples() if self._standbys is not None else ()
+
+    def _shadowed_spec(self, local_rank: int) -> ProcessSpec:
+        """The worker of the current round that a standby shadows; OSError if its log cannot be made."""
+        assert self._round is not None, "without a round, standbys wait before the script"
+        logs = self._new_logs(place := self._round.place)
+        return self._specs.standby(place, local_rank, logs.make_standby_directory(local_rank))
 
     def workers(self) -> Workers | None:
         """The workers that run, or ran last, for queries."""
@@ -240,7 +243,7 @@ class RoundRunner:
         group = old.group
         staying = {rank for rank in kept if rank in group.live}
         logs = KeptLogs(self._new_logs(place), dict.fromkeys(staying, old.logs))
-        round = Round(place, host, logs, read_memory(), WorkerExits(place.slots), group, reforming=staying)
+        round = Round(place, host, logs, old.memory_at_start, WorkerExits(place.slots), group, reforming=staying)
         round.kept = len(staying)
         if self._config.hang_timeout:
             sockets = {rank: path for rank, path in enumerate(old.recorder_sockets) if rank in staying}
@@ -273,6 +276,7 @@ class RoundRunner:
                 if rank in round.reforming:
                     env = self._specs.environment(place, rank, logs.error_file(rank))
                     self._elastic.tell(pid, place.round, {name: env[name] for name in ROUND_VARIABLES})
+            round.memory_at_start = read_memory()  # after `tell`: the surviving workers must not wait for it
             await self._start_in_place(round, group, logs, missing, grace)
         except StartError as error:
             self._on_start_failed(round, error)
@@ -320,6 +324,11 @@ class RoundRunner:
             return
         self._on_started(round, group, "workers did not go on in place", began)
 
+    def _on_registered(self, pid: int, is_itself: bool) -> None:
+        self._on_elastic(machine_io.WorkerRegistered, pid)
+        if is_itself and self._standbys is not None and (worker := self._worker(pid)) is not None:
+            self._standbys.on_function_called(worker[1])
+
     def _on_elastic(self, make_input: Callable[[int, int], machine_io.AgentInput], pid: int) -> None:
         if (worker := self._worker(pid)) is not None:
             self._report(make_input(worker[0].place.round, worker[1]))
@@ -338,8 +347,8 @@ class RoundRunner:
         now, place = self._loop.time(), round.place
         pause = now - self._recovery.failed_at if self._recovery else 0.0
         where = place.round, place.first_rank, place.world_size, place.restarts
-        standbys = len(self._standbys.taken) if self._standbys else 0
-        self._recorder.record(events.WorkersStarted(*where, pids, now - began, pause, why, standbys))
+        taken = (len(self._standbys.taken), self._standbys.taken_run_ahead) if self._standbys else (0, 0)
+        self._recorder.record(events.WorkersStarted(*where, pids, now - began, pause, why, *taken))
         round.started = began, now
         self._record_recovery(round)
 
@@ -414,6 +423,9 @@ class RoundRunner:
             self._report(machine_io.WorkersSucceeded(number))
         if kind is not ExitKind.FAILED:
             return
+        if self._standbys is not None:
+            # in place, only the failed worker is replaced; otherwise all are
+            self._standbys.check_files([rank] if self._elastic.has_workers() else range(round.place.slots))
         self._start_recovery_clock(max(0.0, time.time() - exit.at))
         failure = round.failure(exit)
         # The coordinator receives a failure twice, and neither message can replace the other.  The event is history: it

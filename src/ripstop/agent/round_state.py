@@ -24,7 +24,7 @@ class Round(Struct):
     place: Place
     host: str
     logs: RoundLogs
-    memory: Memory  # at the start
+    memory_at_start: Memory
     exits: WorkerExits
     group: Group | None = None
     monitor: HangMonitor | None = None
@@ -94,6 +94,6 @@ class Round(Struct):
             logs=self.logs.directory(rank),
             error_file=self.logs.error_file(rank),
             stderr=self.logs.stderr(rank),
-            before=self.memory,
+            before=self.memory_at_start,
             timer_kill=self.timer_kills.get(rank),
         )

@@ -11,8 +11,8 @@ from ripstop.logs.directory import RoundLogs
 from ripstop.model.config import RunConfig, Script, StragglerMode
 from ripstop.model.fault_injection import EXIT_SIGNAL
 from ripstop.model.round import Place
-from ripstop.workers.environment import local_environment, worker_environment
-from ripstop.workers.spawner import ProcessSpec, Spawner
+from ripstop.workers.environment import STANDBY, local_environment, worker_environment
+from ripstop.workers.spawner import ProcessSpec, Spawner, Starter
 
 if TYPE_CHECKING:
     from ripstop.workers.standby import Standbys
@@ -53,11 +53,22 @@ class WorkerSpecs(Struct, frozen=True):
         exit_signal = EXIT_SIGNAL if self.config.allow_chaos else 0
         return ProcessSpec(env, self.config.entry, *outputs, binding, stacks, recorder, local_rank, exit_signal)
 
+    def standby(self, place: Place, local_rank: int, directory: Path) -> ProcessSpec:
+        """The worker that a standby shadows while it runs the script: without its store and its log files."""
+        env = self.environment(place, local_rank, directory / "error.json") | {STANDBY: "1", "MASTER_PORT": "0"}
+        output = directory / "output.log"
+        return ProcessSpec(env, self.config.entry, output, output, local_rank=local_rank)
+
 
 def open_standbys(
-    config: RunConfig, spawner: Spawner, environ: Mapping[str, str], record: Callable[..., None]
+    config: RunConfig,
+    spawner: Starter,
+    environ: Mapping[str, str],
+    record: Callable[..., None],
+    shadowed_spec: Callable[[int], ProcessSpec],
 ) -> "Standbys | None":
-    if not config.standby.count:
+    """`shadowed_spec`: the worker of the current round that the standby of this local rank shadows."""
+    if not config.standby.count or not isinstance(spawner, Spawner):
         return None
     from ripstop.workers.standby import Place as StandbyPlace
     from ripstop.workers.standby import Standbys
@@ -70,4 +81,4 @@ def open_standbys(
         for rank in range(config.standby.count)
     ]
     script = Path(config.entry.path) if isinstance(config.entry, Script) else None
-    return Standbys(spawner, config.standby, places, record, script)
+    return Standbys(spawner, config.standby, places, record, script, shadowed_spec)

@@ -3,7 +3,8 @@
 Rules: (1) the job never waits for a reader: each stream keeps a position, and a reader that is too slow is
 disconnected; (2) the number of open streams of each kind is limited; (3) a query that waits at a node is never
 abandoned before its reply; (4) when the job ends, everything received is handed to the kernel before a stream ends, so
-a reader loses nothing, unless it has read nothing for `FINAL_WRITE_TIMEOUT_S`.
+a reader loses nothing, unless it has read nothing for `FINAL_WRITE_TIMEOUT_S`; (5) a stream also ends when its
+coordinator stops, so a reader looks for the next coordinator.
 """
 
 import asyncio
@@ -107,7 +108,7 @@ class OpenStreams:
         with self._wakeup(journal, lambda _: True) as wakeup:
             while True:
                 wakeup.clear()
-                ending = self._ending
+                ending = self._ending or journal.is_closed
                 found = journal.since(last)
                 for batch in (found[i : i + EVENTS_PER_WRITE] for i in range(0, len(found), EVENTS_PER_WRITE)):
                     last = batch[-1][0]
@@ -132,7 +133,7 @@ class OpenStreams:
                 yield chunk["text"]
                 if chunk["end"]:  # of the round's log
                     await _wait(workers_started, LOG_WAIT_S)
-                if self._ending:
+                if self._ending or journal.is_closed:
                     return
                 workers_started.clear()
                 try:
@@ -144,9 +145,9 @@ class OpenStreams:
 
     @contextmanager
     def _wakeup(self, journal: Journal, matters: Callable[[EventRecord], bool]) -> Iterator[asyncio.Event]:
-        """An event that is set by every entry that matters, and by `end`."""
+        """An event that is set by every entry that matters, and at the end of the journal or of all streams."""
         wakeup = asyncio.Event()
-        unsubscribe = journal.subscribe(lambda entry: wakeup.set() if matters(entry) else None)
+        unsubscribe = journal.subscribe(lambda entry: wakeup.set() if matters(entry) else None, wakeup.set)
         self._wakeups.add(wakeup)
         try:
             yield wakeup

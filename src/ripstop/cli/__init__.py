@@ -45,6 +45,13 @@ other commands
 
 `ripstop COMMAND --help` explains a command: its flags with their defaults, examples and exit codes.
 """
+VERSION_USAGE = """\
+usage: ripstop version
+
+Prints ripstop's version.  `ripstop --version` does the same.
+
+Exit codes: 0 done; 2 the command line is wrong.
+"""
 JOB_COMMANDS = {  # and their modules in `commands/`
     "page": "page",
     "top": "top",
@@ -130,6 +137,8 @@ def _dispatch(name: str, rest: Sequence[str], with_handler: Callable[..., int] |
 
 
 def _print_version(argv: Sequence[str]) -> int:
+    if argv and argv[0] in ("--help", "-h"):
+        raise HelpRequested(VERSION_USAGE)
     if argv:
         raise UsageError(f"version {argv[0]}: takes no arguments; write ripstop version")
     print(f"ripstop {ripstop.__version__}")

@@ -30,8 +30,9 @@ from ripstop.system.socket_directory import socket_directories
 JOB_HELP = """
 which job
   -j, --job NAME              the job's id, or the name of one of its nodes (the only job on this machine)
-  --endpoint HOST[:PORT]      the coordinator's address, for a job on other machines (port 29400).  Give the job's id
-                              with --job (none), and its secret in RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE
+  --endpoint HOST[:PORT],…    the coordinator's address, for a job on other machines (port 29400); several if the
+                              job has several, as in --rdzv-endpoint.  Give the job's id with --job (none), and its
+                              secret in RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE
   --rdzv-conf tls_…=FILE,…    certificates for --endpoint, as in ripstop run
   --json                      print JSON
 
@@ -41,7 +42,8 @@ Exit codes: 0 done; 1 the job was not found, could not be reached, or rejected t
 line is wrong.
 """
 BASIC_FLAGS = (HELP_FLAG, Flag("--job", "NAME", short="-j"), Flag("--json"))
-JOB_FLAGS = (*BASIC_FLAGS, Flag("--endpoint", "HOST[:PORT]"), Flag("--rdzv-conf", "KEY=VALUE,…"))
+JOB_FLAGS = (*BASIC_FLAGS, Flag("--endpoint", "HOST[:PORT],…"), Flag("--rdzv-conf", "KEY=VALUE,…"))
+CHECK_TIMEOUT_S = 3.0  # for a reply, if another address may answer
 REPLY_TIMEOUT_S = 20.0  # for a whole reply, or for the header of a stream
 MAX_REPLY_BYTES = 256 << 20  # the stacks of a very large job
 
@@ -77,6 +79,10 @@ class RunningJob(Struct, frozen=True):
         reply: dict[str, Any] = json.loads(self._send("POST", PREFIX + path, body=body))
         return reply
 
+    def check(self) -> None:
+        """Raise an error if the coordinator does not answer here within `CHECK_TIMEOUT_S`."""
+        self._send("GET", f"{PREFIX}/events", timeout_s=CHECK_TIMEOUT_S, query={"since": 2**53})  # a short reply
+
     def metrics(self) -> str:
         return self._send("GET", "/metrics", accept="text/plain").decode("utf-8", "replace")
 
@@ -88,10 +94,11 @@ class RunningJob(Struct, frozen=True):
                 self._connect, request, timeout_s=REPLY_TIMEOUT_S, idle_timeout_s=idle_timeout_s
             )
 
-    def _send(self, method: str, path: str, **options: Any) -> bytes:
+    def _send(self, method: str, path: str, timeout_s: float | None = None, **options: Any) -> bytes:
         request = self._request(method, path, **options)
         with self._translated_errors():
-            return http_client.send(self._connect, request, timeout_s=REPLY_TIMEOUT_S, max_bytes=MAX_REPLY_BYTES)
+            limit = timeout_s or REPLY_TIMEOUT_S
+            return http_client.send(self._connect, request, timeout_s=limit, max_bytes=MAX_REPLY_BYTES)
 
     def _request(self, method: str, path: str, **options: Any) -> http_client.Request:
         return http_client.Request(method, path, str(self.endpoint or "localhost"), self.token, **options)
@@ -145,7 +152,8 @@ def find_job(args: ParsedArguments, environ: Mapping[str, str]) -> RunningJob:
 
 
 def _at_endpoint(args: ParsedArguments, environ: Mapping[str, str]) -> RunningJob:
-    endpoint = address("--endpoint", args.text("--endpoint"), default_port=COORDINATOR_PORT)
+    texts = args.text("--endpoint").split(",")
+    endpoints = [address("--endpoint", text, default_port=COORDINATOR_PORT) for text in texts]
     run_id = identifier("--job", args.text("--job", "none"))
     conf = key_values("--rdzv-conf", args.text("--rdzv-conf"))
     if other := conf.keys() - TLS_CONF:
@@ -156,7 +164,22 @@ def _at_endpoint(args: ParsedArguments, environ: Mapping[str, str]) -> RunningJo
         from ripstop.protocol.secret import api_token
 
         token = api_token(token, run_id)
-    return RunningJob(run_id, None, endpoint, token, _tls_context(certificates))
+    context = _tls_context(certificates)
+    return _with_coordinator([RunningJob(run_id, None, endpoint, token, context) for endpoint in endpoints])
+
+
+def _with_coordinator(addresses: list[RunningJob]) -> RunningJob:
+    """The address of several at which the coordinator answers.  A single address is not asked."""
+    problems: list[JobUnreachable | RequestRejected] = []
+    for job in addresses if len(addresses) > 1 else ():
+        try:
+            job.check()
+            return job
+        except (JobUnreachable, RequestRejected) as problem:
+            problems.append(problem)
+    if problems:
+        raise next((problem for problem in problems if isinstance(problem, RequestRejected)), problems[0])
+    return addresses[0]
 
 
 def _choose(records: list[JobRecord], name: str) -> JobRecord:

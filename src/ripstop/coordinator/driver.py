@@ -186,8 +186,8 @@ class Coordinator:
             case events.WorkersStarted(round=round, pids=pids) if round >= self._pids.get(record.node, (-1,))[0]:
                 self._pids[record.node] = round, pids
                 self._standbys.pop(record.node, None)  # all that were ready are workers now
-            case events.StandbysReady(ranks, memory, gpu_memory):
-                self._standbys[record.node] = tuple(map(StandbySample, ranks, memory, gpu_memory))
+            case events.StandbysReady(ranks, memory, gpu_memory, _, until):
+                self._standbys[record.node] = tuple(map(StandbySample, ranks, memory, gpu_memory, until))
             case events.StandbyDiscarded(rank):
                 left = self._standbys.get(record.node, ())
                 self._standbys[record.node] = tuple(each for each in left if each.local_rank != rank)
@@ -275,6 +275,7 @@ class Coordinator:
             self._fail_queries(node)
             session.close()
         self._sessions.clear()
+        self.journal.close()
 
     @cached_property
     def _collector(self) -> "MetricsCollector":
@@ -411,4 +412,4 @@ class Coordinator:
 
 def _job_started(settings: JobSettings) -> events.JobStarted:
     limits = settings.min_nodes, settings.max_nodes, settings.budget.max_restarts
-    return events.JobStarted(settings.run_id, ripstop.__version__, settings.own, *limits)
+    return events.JobStarted(settings.run_id, ripstop.__version__, settings.own, *limits, settings.is_elected)

@@ -105,8 +105,8 @@ class Job:
         match event:
             case job_types.NodeMessage(node, messages.Heartbeat()) if self.renew(node, now):
                 return []
-        due = self.deadline()
-        if due is not None and now - due >= LATE_TICK_S:
+        may_be_late = self._next_due is not None and now - self._next_due >= LATE_TICK_S
+        if may_be_late and (due := self.deadline()) is not None and now - due >= LATE_TICK_S:
             self._extend_deadlines(now, late=now - due)
         self._now = now
         match event:

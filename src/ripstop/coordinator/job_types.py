@@ -19,12 +19,13 @@ class JobSettings(Struct, frozen=True):
     timing: Timing = field(default_factory=Timing)
     budget: Budget = field(default_factory=Budget)
     fixed_ranks: bool = False
-    own: str = ""  # the node in the coordinator's process; it needs no lease
+    own: str = ""  # the node in the coordinator's process
     rank_by: RankBy = RankBy.JOIN
     quarantine: QuarantineLimits = field(default_factory=QuarantineLimits)
     stragglers: StragglerLimits = field(default_factory=StragglerLimits)
     allow_chaos: bool = False  # operators may inject faults
     target: int | None = None  # nodes that the job uses until an operator scales it; None: as many as possible
+    is_elected: bool = False  # another node can become the coordinator; `own` is connected as all others are
 
 
 class Predecessor(Struct, frozen=True):

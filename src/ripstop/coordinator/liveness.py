@@ -20,13 +20,17 @@ RECONNECT_TIMEOUT_S = 0.5
 
 
 class Liveness:
-    """The connections of one job.  `own` is the node in the coordinator's process; it needs no lease."""
+    """The connections of one job.  `own` is the node in the coordinator's process.
 
-    def __init__(self, lease: float, own: str) -> None:
+    `own` needs no lease, unless it is connected through the network (`own_has_lease`).
+    """
+
+    def __init__(self, lease: float, own: str, *, own_has_lease: bool = False) -> None:
         self.disconnected: dict[str, float] = {}  # since when, oldest first
         self.leaving: set[str] = set()
         self._lease = lease
         self._own = own
+        self._leaseless = "" if own_has_lease else own
         self._last_received: dict[str, float] = {}  # of every node with a lease, oldest first
         self._extended: set[str] = set()  # silent or disconnected since this coordinator was away
         self._peer_lost_until = 0.0  # rule 4
@@ -41,7 +45,7 @@ class Liveness:
     def renew(self, node: str, now: float) -> None:
         """The node sent something."""
         self._extended.discard(node)
-        if node != self._own:
+        if node != self._leaseless:
             self._last_received.pop(node, None)
             self._last_received[node] = now  # at the end: the dictionary stays in the order of time
 

@@ -75,7 +75,7 @@ class Membership:
         self._min_nodes = settings.min_nodes
         self._cooldown = settings.quarantine.cooldown
         self.quarantine = Quarantine(settings.quarantine)
-        self.liveness = Liveness(settings.timing.lease, settings.own)
+        self.liveness = Liveness(settings.timing.lease, settings.own, own_has_lease=settings.is_elected)
 
     # one node ---------------------------------------------------------------------------------------------------------
 

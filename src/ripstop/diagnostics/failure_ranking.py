@@ -49,6 +49,8 @@ def root_cause(failures: Iterable[Failure]) -> Failure | None:
 def order(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     """The root cause first, its victims after it; the latest round before earlier rounds."""
     failures = tuple(failures)
+    if len(failures) < 2:
+        return failures
     rounds = {failure.round for failure in failures if failure.hang}
     suspects = {(round, rank) for round in rounds for rank in suspect_ranks(hangs_among(failures, round))}
 

@@ -23,7 +23,7 @@ voter has promised.  Rules:
     coordinator.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -329,7 +329,8 @@ class Candidate:
 
     def _request_renewal(self, node: str, now: float) -> list[CandidateCommand]:
         proposed = self._proposal[1] if self._proposal else ()
-        if not self._names([node]) & {*self.electorate.voters, *self.electorate.outgoing, *proposed}:
+        voters = (*self.electorate.voters, *self.electorate.outgoing, *proposed)
+        if node not in voters and self._seats.get(node) not in voters:
             return []
         electorate = None if node in self._confirmed else self.electorate
         return [SendTo(node, Renew(self.epoch, self._request(now), electorate))]
@@ -348,10 +349,11 @@ class Candidate:
 
     def _bound_until(self, voters: Sequence[str]) -> float:
         """The time until which a majority of these is bound to this coordinator."""
-        times: dict[str, float] = {}
+        times, never = dict(self._renewed_at), float("-inf")
         for node, at in self._renewed_at.items():
-            times |= {name: max(at, times.get(name, at)) for name in self._names([node])}
-        renewed = sorted((times.get(voter, float("-inf")) for voter in voters), reverse=True)
+            if seat := self._seats.get(node):
+                times[seat] = max(at, times.get(seat, never))
+        renewed = sorted((times.get(voter, never) for voter in voters), reverse=True)
         return renewed[len(voters) // 2] + self._lease * (1 - LEASE_MARGIN)
 
     def _step_down(self, why: str) -> list[CandidateCommand]:
@@ -370,6 +372,7 @@ class Candidate:
         if self.in_office:
             self._extend_office()
 
-    def _names(self, nodes: Iterable[str]) -> set[str]:
+    def _names(self, nodes: Collection[str]) -> set[str]:
         """The names under which these nodes vote: their own, and the addresses at which they listen."""
-        return {name for node in nodes for name in (node, self._seats.get(node, "")) if name}
+        seats = self._seats
+        return {*nodes, *(seats[node] for node in nodes if node in seats)}

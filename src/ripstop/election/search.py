@@ -1,16 +1,19 @@
 """Where an agent looks for a coordinator: the addresses of `--rdzv-endpoint`, in an order that all agents share.  Pure.
 
-Rules: (1) a lost coordinator's address comes last in the next turn through the list, so that all who lost it meet at
-the same successor; one that closed the connection is tried again first, to learn whether its process has ended; (2) an
-agent waits long at the first candidate that it reaches, and only for a short time at the others, so that agents at
-different candidates meet; (3) a redirect goes to an address of the list only, and more redirects in a row than the list
+Rules: (1) A lost coordinator's address comes last in the next turn through the list, so that all who lost it meet at
+the same successor; one that closed the connection is tried again first, to learn whether its process has ended.  (2) An
+agent waits long at the first candidate that it reaches and short at the others, so that agents at different candidates
+meet.  Once a majority suffices, the short wait doubles with every full turn without a coordinator, up to the long wait,
+and then starts again at the short one: a majority may be able to reach only a later candidate, and to meet there, its
+agents must stay longer.  (3) A redirect goes to an address of the list only, and more redirects in a row than the list
 is long are delayed.
 """
 
 RETRY_DELAY_S = 0.2  # after all addresses have failed
 RECHECK_DELAY_S = 0.05  # before a coordinator that closed the connection twice is tried again
 LONG_WAIT = 2.0  # leases, at the first candidate that is reached
-SHORT_WAIT = 0.2  # leases, at any other
+SHORT_WAIT = 0.2  # leases, at any other in the first turn
+GROWING_TURNS = 5  # in which the short wait grows to the long one
 # Leases, before a coordinator that was silent is tried again: the candidate that redirected here may notice the loss up
 # to a lease later.
 REDIRECT_WAIT = 1.0
@@ -26,7 +29,8 @@ class Search:
         self._at = 0  # in the order
         self._redirected: int | None = None
         self._redirects = 0
-        self._has_waited = False  # in this turn through the list, at a candidate
+        self._turns = 0  # through the list, without a coordinator
+        self._has_waited = False  # in this turn, at a candidate
         self._rechecks = 0  # how often a coordinator that closed the connection is tried again
         self._is_silent = False  # the last coordinator was lost because it was silent
 
@@ -42,6 +46,7 @@ class Search:
     def on_lost(self, *, is_silent: bool) -> None:
         """The connection to the coordinator is lost."""
         self._start()
+        self._turns = 0
         self._is_silent = is_silent
         if not is_silent:
             self._redirected, self._rechecks = self._leader, 1  # rule 1
@@ -63,6 +68,7 @@ class Search:
             return 0.0
         self._leader = None
         self._start()
+        self._turns += 1
         return RETRY_DELAY_S
 
     def on_redirected(self, target: int) -> float:
@@ -79,11 +85,16 @@ class Search:
         self._redirected = target
         return 0.0 if self._redirects <= len(self._order) else RETRY_DELAY_S
 
-    def waiting_time(self) -> float:
-        """How long to wait at the candidate that has been reached."""
-        wait = SHORT_WAIT if self._has_waited else LONG_WAIT
-        self._has_waited = True
-        return wait * self._lease
+    def waiting_time(self, *, is_first_election: bool) -> float:
+        """How long to wait at the candidate that has been reached.
+
+        `is_first_election`: before the first round all voters must be there, so the short wait does not grow.
+        """
+        if not self._has_waited:
+            self._has_waited = True
+            return LONG_WAIT * self._lease
+        turns = 0 if is_first_election else self._turns % GROWING_TURNS
+        return min(LONG_WAIT, SHORT_WAIT * 2.0**turns) * self._lease
 
     def _start(self) -> None:
         addresses = range(len(self._order))

@@ -197,7 +197,7 @@ class SuccessionLink:
         if link is not self._link:
             return
         link.send(self._voter.follow())
-        wait = self._search.waiting_time() * random.uniform(0.8, 1.2)
+        wait = self._search.waiting_time(is_first_election=self._voter.electorate.is_first) * random.uniform(0.8, 1.2)
         self._next_timer = self._loop.call_later(wait, self._on_waited)
 
     def on_disconnected(self, link: WebSocketLink, why: str) -> None:

@@ -239,4 +239,6 @@ def _flags(spec: Spec, run_id: str, host: str, conf: str = "") -> dict[str, str]
         flags["PET_RESTART_WINDOW"] = spec.restart_window
     if spec.standby != "off":
         flags["PET_STANDBY"] = spec.standby
+    if spec.standby_until != "script":
+        flags["PET_STANDBY_UNTIL"] = spec.standby_until
     return flags

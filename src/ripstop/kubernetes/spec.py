@@ -49,6 +49,13 @@ FIELDS = (
     Field("maxRestarts", int, 3, "How often the job may restart after a failed worker.", 0, 1_000_000, fixed=True),
     Field("restartWindow", str, "", "Count only restarts within this time: `1h`.  Empty: the whole run.", fixed=True),
     Field("standby", str, "off", "Standby workers in each pod: a number, `auto` or `off`.", fixed=True),
+    Field(
+        "standbyUntil",
+        str,
+        "script",
+        "Where standbys wait: before the `script`, or before its `elastic` function.",
+        fixed=True,
+    ),
     Field("shutdownTimeout", int, 30, "Seconds between SIGTERM and SIGKILL for workers.", 0, 86_400, fixed=True),
     Field("secretName", str, "", "A Secret with the key `token`.  Empty: the operator creates one.", fixed=True),
     Field("suspend", bool, False, "True deletes all pods; false lets the job continue from its checkpoint."),
@@ -84,6 +91,7 @@ class Spec(Struct, frozen=True, rename="camel"):
     max_restarts: int
     restart_window: str
     standby: str
+    standby_until: str
     shutdown_timeout: int
     secret_name: str
     suspend: bool
@@ -114,6 +122,8 @@ def read(name: str, spec: Json) -> Spec | list[SpecProblem]:
     problems += [SpecProblem(f"spec.{key}", "is not a field; remove it, or correct its spelling") for key in unknown]
     problems += [*_template_problems(values["template"]), *_name_problems(name)]
     problems += _standby_problems(values["standby"], values["nprocPerNode"])
+    if values["standbyUntil"] not in (None, "script", "elastic"):
+        problems.append(SpecProblem("spec.standbyUntil", f"is script or elastic, not {values['standbyUntil']!r}"))
     if not problems:
         if values["replicas"] is None:
             values["replicas"] = values["maxReplicas"]

@@ -1,10 +1,13 @@
 """The log files of a job's workers: `LOG_DIR/RUN_ID/round_N/RANK/{stdout.log,stderr.log,error.json,stacks.txt}`.
 
+A standby that runs the script writes to `round_N/standby_RANK/output.log`, with the rank of the worker that it shadows.
+
 Rules:
 
 1. Workers write their files themselves and append to them, so that output survives the agent.
 2. Nothing is overwritten or deleted: logs are appended to, an existing error file is renamed.  Exceptions: a temporary
-   LOG_DIR of ours is removed after a success if it is empty, and at any end if the user wants no logs.
+   LOG_DIR of ours is removed after a success if only standbys have written to it, and at any end if the user wants no
+   logs.
 3. By default a worker inherits the agent's stdout.  Its stderr goes to a file, as evidence of failures, and is copied
    from there to the console unchanged.  If the console is a terminal, the worker inherits stderr, too.  In a temporary
    LOG_DIR only the end of that file stays on disk.  If the disk is full, there is no such file.
@@ -35,6 +38,7 @@ from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS
 
 log = logging.getLogger("ripstop.workers")
 
+STANDBY_PREFIX = "standby_"
 FILES = {OutputStreams.OUT: "stdout.log", OutputStreams.ERR: "stderr.log"}  # in the order of their descriptors
 
 
@@ -69,7 +73,7 @@ class LogDirectory:
         tree = list(os.walk(self._top, topdown=False))
         with suppress(OSError):  # another process uses the directory
             files = [Path(directory, name) for directory, _, names in tree for name in names]
-            if any(file.lstat().st_size for file in files if file.name not in (NODE_EVENTS, JOB_EVENTS)):
+            if any(file.lstat().st_size for file in files if not _is_dispensable(file)):
                 return
             for directory, _, names in tree:
                 for name in names:
@@ -145,6 +149,13 @@ class RoundLogs:
         """Make the round's directory, and those above it (rule 6).  Raises OSError."""
         _make_job_directory(self._job, temporary=self._logs.directory is None)
         make_own_directory(self._round)
+
+    def make_standby_directory(self, local_rank: int) -> Path:
+        """For the output of a standby that runs the script in this round.  Raises OSError."""
+        self.make_round_directory()
+        path = self._round / f"{STANDBY_PREFIX}{self._place.first_rank + local_rank}"
+        make_own_directory(path)
+        return path
 
     def prepare(self) -> None:
         """Make the directories and files of all local ranks."""
@@ -322,6 +333,11 @@ def _make_job_directory(job: Path, *, temporary: bool) -> None:
     if temporary:
         check_own_directory(job.parent)
     make_own_directory(job)
+
+
+def _is_dispensable(file: Path) -> bool:
+    """Whether nobody misses this file after a success."""
+    return file.name in (NODE_EVENTS, JOB_EVENTS) or file.parent.name.startswith(STANDBY_PREFIX)
 
 
 def _round_directory(job: Path, round: int) -> Path:

@@ -277,6 +277,17 @@ class Binding(Struct, frozen=True):
     memory: int | None = None
 
 
+class StandbyUntil(Enum):
+    """Where a standby waits to become a worker.
+
+    SCRIPT: a standby that waits before the script.  ELASTIC: a run-ahead standby, which has run the script up to its
+    function with `train.elastic`.  Meanwhile it shadows a worker: it has the variables of that worker's place.
+    """
+
+    SCRIPT = "script"
+    ELASTIC = "elastic"
+
+
 class Standby(Struct, frozen=True):
     """Standby workers of local ranks 0 to `count` - 1.
 
@@ -287,6 +298,7 @@ class Standby(Struct, frozen=True):
     count: int = 0
     auto: bool = False
     warm_up: str = ""
+    until: StandbyUntil = StandbyUntil.SCRIPT
 
 
 class RunConfig(Redacted, frozen=True):

@@ -27,5 +27,5 @@ class RoundEndCause(StrEnum):
     NODE_UNFIT = "node_unfit"  # an unhealthy or quarantined node lost its place
     SCALED = "scaled"  # an operator reduced the number of nodes
     OPERATOR = "operator"  # an operator requested a new round
-    STATE_LOST = "state_lost"  # workers that went on in place found no commit to restore
+    STATE_LOST = "state_lost"  # workers that were recovered in place found no commit to restore
     COORDINATOR = "coordinator"  # a new coordinator could not continue the round that it found

@@ -104,7 +104,10 @@ __all__ = [
 
 
 class AgentStarted(EventBase, frozen=True):
-    """An agent began: its versions, its program without secrets, and its settings that differ from the defaults."""
+    """An agent has started.  `program` is its command line without secrets.
+
+    `settings` are the settings that differ from the defaults.
+    """
 
     run_id: str
     version: str
@@ -117,9 +120,10 @@ class AgentStarted(EventBase, frozen=True):
 
 
 class WarmedUp(EventBase, frozen=True):
-    """Workers can be started: by which method, with which packages preloaded, and why another method is not used.
+    """The node can start workers.  `start` is the start method, and `preloaded` are the preloaded packages.
 
-    `left_out` are imports of the script that every worker does itself, and why.
+    `why` is the reason if the requested start method cannot be used.  `left_out` are the packages that are not
+    preloaded, with the reasons.
     """
 
     start: str
@@ -132,7 +136,9 @@ class WarmedUp(EventBase, frozen=True):
 class WorkersStarted(EventBase, frozen=True):
     """The workers of a round run on this node.
 
-    `pids` are in the order of local ranks; `pause` is the time in seconds since the earlier workers failed.
+    `pids` are in the order of local ranks.  `seconds` is the time that the start took.  `pause` is the time since the
+    fault; 0 if there was none.  `standbys` is the number of workers that were standbys.  `ahead` is the number of these
+    that were run-ahead standbys, which had run the script up to its function with `@train.elastic`.
     """
 
     round: Int64
@@ -143,30 +149,36 @@ class WorkersStarted(EventBase, frozen=True):
     seconds: float
     pause: float
     why: str
-    standbys: Int64 = 0  # of the workers, how many were standbys
+    standbys: Int64 = 0
+    ahead: Int64 = 0
 
 
 class StandbysReady(EventBase, frozen=True):
-    """Standbys have warmed up: all that are ready now, by local rank, and their memory in bytes."""
+    """Standbys have warmed up.  The lists have all standbys that are ready now, and their memory in bytes.
+
+    `until` says where each standby waits: before the `script`, or before its `elastic` function.
+    """
 
     local_ranks: tuple[Int64, ...]
     memory: tuple[Int64, ...]
     gpu_memory: tuple[Int64, ...]
     seconds: float
+    until: tuple[str, ...] = ()
 
 
 class StandbyDiscarded(EventBase, frozen=True):
-    """A standby was not made, or was ended; workers are forked instead."""
+    """A standby could not be used, or could not be made.  The zygote forks the worker instead."""
 
     local_rank: Int64
     why: str
 
 
 class Recovered(EventBase, frozen=True):
-    """This node's workers run again; `kept` of them went on in place.  A phase is in seconds, 0 if it was skipped.
+    """This node's workers run again.  `kept` of them kept their process (in-place recovery).
 
-    `detect`: from the fault until the agent noticed it.  `decide`: until the agent received its next round.  `stop`:
-    until all old workers had exited.  `start`: until the new workers ran.
+    The four phases are in seconds; a phase that was skipped is 0.  `detect`: from the fault until the agent noticed it.
+    `decide`: until the agent received its next round.  `stop`: until all old workers had exited.  `start`: until the
+    new workers ran.
     """
 
     round: Int64
@@ -187,7 +199,10 @@ class FirstStep(EventBase, frozen=True):
 
 
 class StepsDone(EventBase, frozen=True):
-    """A round ended on this node.  A worker reported the steps from `first` to `last`, `seconds` apart."""
+    """A round ended on this node.  In this round, a worker reported the steps from `first` to `last`.
+
+    `seconds` is the time between these two reports.
+    """
 
     round: Int64
     rank: Int64
@@ -209,7 +224,10 @@ RESTORE_SOURCES = ("memory", "peer", "disk")
 
 
 class StateRestored(EventBase, frozen=True):
-    """A worker restored a commit of `train.State`.  A node records the first one of each source."""
+    """A worker restored a commit of `train.State`.  `source` is memory, peer or disk.
+
+    In each round, a node records one such event for each source.
+    """
 
     round: Int64
     rank: Int64
@@ -228,12 +246,13 @@ class WorkerFailed(EventBase, frozen=True):
 
 
 class WorkerEvidence(EventBase, frozen=True):
-    """Evidence of a worker that failed or hangs, for the first workers of a node in a round.
+    """Evidence of a worker that failed or hangs.  A node records it only for its first workers in a round.
 
-    `failed_at` is the time of the exception, the exit or the last progress; `exitcode` is -1 if there is none.  For a
-    worker of a round that hangs, `traceback` is its stack, `sign` the symptom (empty: it waits for others), and
-    `collectives` its position according to torch's flight recorder.  `files` are the log directory, the error file and
-    the file of stacks, if they exist.
+    `failed_at` is the time of the exception, of the exit or of the last progress.  `exitcode` is -1 if there is no exit
+    code.  `oom` says whether the kernel killed the worker because memory ran out.  `files` are the log directory,
+    the error file and the file of stacks, if they exist.  If the round hangs, `traceback` is the stack of the worker.
+    `sign` is the symptom; it is empty if the worker waits for others.  `collectives` is the worker's position according
+    to torch's flight recorder.
     """
 
     round: Int64
@@ -280,9 +299,10 @@ class WorkerHangs(EventBase, frozen=True):
 
 
 class FaultInjected(EventBase, frozen=True):
-    """`ripstop chaos` injects a fault: into the worker of this rank, or into the node (-1).
+    """`ripstop chaos` injects a fault into a worker or into a node.  For a node, `rank` is -1.
 
-    `pid` is the worker or the agent.  The agent undoes the fault after `seconds`; 0: there is nothing to undo.
+    `pid` is the process id of the worker or of the agent.  The agent undoes the fault after `seconds`.  If `seconds` is
+    0, there is nothing to undo.
     """
 
     id: str
@@ -294,7 +314,10 @@ class FaultInjected(EventBase, frozen=True):
 
 
 class FaultEnded(EventBase, frozen=True):
-    """An injected fault is over: it is done, or it has been undone.  `why` says if it ended early or fell short."""
+    """An injected fault is over: it is done, or the agent has undone it.
+
+    `why` says whether the fault ended early, or could not be injected completely.
+    """
 
     id: str
     fault: str

@@ -5,7 +5,11 @@ from ripstop.model.field_types import Int64
 
 
 class JobStarted(EventBase, frozen=True):
-    """A coordinator began to lead the job: its version, the node that runs it (empty: none), and the job's limits."""
+    """A coordinator began to lead the job.  `version` is its version of ripstop.
+
+    `coordinator_node` is the node that runs the coordinator; it is empty for a separate one.  If the coordinator is
+    elected (`is_elected`), the job does not depend on this node.
+    """
 
     run_id: str
     version: str
@@ -13,6 +17,7 @@ class JobStarted(EventBase, frozen=True):
     min_nodes: Int64
     max_nodes: Int64
     max_restarts: Int64
+    is_elected: bool = False
 
 
 class NodeJoined(EventBase, frozen=True):
@@ -38,7 +43,7 @@ class NodeLeaving(EventBase, frozen=True):
 
 
 class NodeGone(EventBase, frozen=True):
-    """A node is no longer part of the job.  `lost`: it was lost; otherwise it left."""
+    """A node is no longer part of the job.  `lost` is true if the node was lost, and false if it left."""
 
     name: str
     why: str
@@ -115,7 +120,7 @@ class RoundResumed(EventBase, frozen=True):
 
 
 class RoundEnded(EventBase, frozen=True):
-    """A round is over.  The next one starts as soon as possible, but not before `delay` seconds have passed."""
+    """A round is over.  The next round starts after at least `delay` seconds."""
 
     round: Int64
     cause: str
@@ -124,10 +129,9 @@ class RoundEnded(EventBase, frozen=True):
 
 
 class BudgetCharged(EventBase, frozen=True):
-    """A failure or a hang needs a restart.
+    """A failure or a hang was charged to its restart budget.  `used` of `limit` restarts are used now.
 
-    `used` of `limit` restarts of its budget are spent.  If not `allowed`, the budget was spent before, and the job
-    fails.
+    If `allowed` is false, no restart was left, and the job fails.
     """
 
     round: Int64
@@ -147,9 +151,9 @@ class HangDiagnosed(EventBase, frozen=True):
 
 
 class StragglerDetected(EventBase, frozen=True):
-    """The other ranks have waited for these ranks of a node for `seconds`.
+    """For `seconds`, the other ranks have waited for these ranks of a node.
 
-    A step takes `step_time`; it would take `median` if these ranks were like the median one.
+    A step takes `step_time` seconds.  It would take `median` seconds if these ranks were as fast as the median rank.
     """
 
     round: Int64
@@ -172,7 +176,7 @@ class StragglerEnded(EventBase, frozen=True):
 
 
 class BudgetRefunded(EventBase, frozen=True):
-    """The last charge is taken back, because the loss of this node caused the failure."""
+    """The coordinator takes the last charge back, because the loss of this node caused the failure."""
 
     round: Int64
     name: str
@@ -203,7 +207,10 @@ class JobClosed(EventBase, frozen=True):
 
 
 class StateReplicated(EventBase, frozen=True):
-    """Every node of the round has a copy of this commit on another node: the first such commit of the round."""
+    """For every node of the round, another node has a copy of its part of this commit.
+
+    The event is recorded for the first such commit of a round.
+    """
 
     round: Int64
     state: str
@@ -212,7 +219,7 @@ class StateReplicated(EventBase, frozen=True):
 
 
 class OperatorAction(EventBase, frozen=True):
-    """An operator's command, who sent it, and the result."""
+    """An operator sent a command.  `by` is the operator, and `result` is the reply."""
 
     action: str
     by: str

@@ -77,11 +77,15 @@ class GpuSample(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StandbySample(Struct, frozen=True, forbid_unknown_fields=True):
-    """One standby that is ready; `memory` is what only this process uses."""
+    """One standby that is ready; `memory` is what only this process uses.
+
+    `until`: it waits before the `script`, or before its `elastic` function.
+    """
 
     local_rank: Int64
     memory: Int64
     gpu_memory: Int64
+    until: str = "script"
 
 
 class NodeSample(Struct, frozen=True, forbid_unknown_fields=True):

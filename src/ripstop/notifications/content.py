@@ -66,8 +66,8 @@ class Notifications:
     def _on_coordinator_event(self, record: EventRecord) -> Notification | None:
         self._began = record.at if self._began is None else self._began
         match record.event:
-            case events.JobStarted(coordinator_node=node):
-                self._own_node = node
+            case events.JobStarted(coordinator_node=node, is_elected=is_elected):
+                self._own_node = "" if is_elected else node
             case events.RoundFormed(round=round, restarts=restarts):
                 self._round, self._restarts, self._failures = round, restarts, []
             case events.HangDiagnosed(why=why):

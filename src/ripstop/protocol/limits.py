@@ -66,19 +66,20 @@ def bounded(message: FromAgent) -> FromAgent:
 
 
 def _truncated(record: S) -> S:
-    return replace(record, **{name: _truncated_field(name, value) for name, value in asdict(record).items()})
+    changed = {}
+    for name in record.__struct_fields__:
+        value = getattr(record, name)
+        if value and (short := _truncated_field(name, value)) is not value:
+            changed[name] = short
+    return replace(record, **changed) if changed else record
 
 
 def _truncated_field(name: str, value: Any) -> Any:
-    match value:
-        case str():
-            return truncate(value, _MAX_CHARS.get(name, MAX_PHRASE))
-        case tuple():
-            return tuple(_truncated_field(name, item) for item in value[_KEPT_ITEMS.get(name, slice(None))])
-        case Struct():
-            return _truncated(value)
-        case _:
-            return value
+    if isinstance(value, str):
+        return truncate(value, _MAX_CHARS.get(name, MAX_PHRASE))
+    if isinstance(value, tuple):
+        return tuple(_truncated_field(name, item) for item in value[_KEPT_ITEMS.get(name, slice(None))])
+    return _truncated(value) if isinstance(value, Struct) else value
 
 
 def bounded_record(record: EventRecord) -> EventRecord:

@@ -102,7 +102,8 @@ def _result(facts: Facts) -> tuple[JobResult, str]:
         return _result_of(facts.closed.outcome), facts.closed.why
     if facts.closing is not None:
         return _result_of(facts.closing[0]), facts.closing[1]
-    host = facts.job_started.coordinator_node if facts.job_started else ""
+    started = facts.job_started
+    host = started.coordinator_node if started and not started.is_elected else ""
     if host and (host in facts.departed or host in facts.ended_agents):
         ended = facts.ended_agents.get(host)
         why = facts.departed.get(host) or (ended.why if ended else "")

@@ -23,7 +23,7 @@ def expand(name: str, text: str) -> tuple[str, ...]:
         for node in _names(name, text, item):
             nodes.append(node)
             if len(nodes) > MAX_NODES:
-                raise UsageError(f"{name}={text}: more than {MAX_NODES} nodes; give a job of fewer nodes")
+                raise UsageError(f"{name}={text}: more than {MAX_NODES} nodes; start a job with fewer nodes")
     if len(set(nodes)) < len(nodes):
         twice = next(node for node in nodes if nodes.count(node) > 1)
         raise UsageError(f"{name}={text}: names {twice} twice; a job has one task a node: leave one of them out")

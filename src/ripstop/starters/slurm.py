@@ -112,7 +112,7 @@ def _port(environ: Mapping[str, str], job: int, step: int) -> int:
     if not reserved:
         return FIRST_PORT + (job * PORTS_PER_JOB + step % PORTS_PER_JOB) % PORTS
     first = re.split("[-,]", reserved)[0]
-    return integer("SLURM_STEP_RESV_PORTS", first, minimum=1, maximum=65535)
+    return integer("SLURM_STEP_RESV_PORTS", first, minimum=1, maximum=65535, remedy=USE_SRUN)
 
 
 def _text(environ: Mapping[str, str], name: str) -> tuple[str, str]:
@@ -125,8 +125,10 @@ def _text(environ: Mapping[str, str], name: str) -> tuple[str, str]:
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
-    return integer(*_text(environ, name), minimum=0, maximum=MAX_NUMBER)
+    return integer(*_text(environ, name), minimum=0, maximum=MAX_NUMBER, remedy=USE_SRUN)
 
 
 def _optional(environ: Mapping[str, str], name: str, maximum: int) -> int | None:
-    return integer(name, environ[name], minimum=0, maximum=maximum) if environ.get(name) else None
+    if not environ.get(name):
+        return None
+    return integer(name, environ[name], minimum=0, maximum=maximum, remedy=USE_SRUN)

@@ -1,7 +1,7 @@
-"""The memory cgroups of this process, in versions 1 and 2: limits, use and OOM kills.
+"""The memory cgroups of this process, in versions 1 and 2: limits, use, OOM kills, and what is still available.
 
-Workers read them too, so this module imports nothing else of ripstop.  Rules: (1) reading never raises; (2) a value
-that the kernel does not give is None, and so is the limit of a cgroup without one.
+Workers read them too, so this module imports nothing else of ripstop.  Rules: (1) reading a cgroup never raises; (2) a
+value that the kernel does not give is None, and so is the limit of a cgroup without one.
 """
 
 from collections.abc import Iterator
@@ -60,6 +60,18 @@ def memory_cgroups(root: Path = ROOT) -> Iterator[MemoryCgroup]:
     while group.is_relative_to(mount):
         yield _read(group, files)
         group = group.parent
+
+
+def available_memory(root: Path = ROOT) -> int:
+    """Bytes that this process can still use: the machine's, or less in a cgroup with a limit."""
+    free = 0
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    for group in memory_cgroups(root):
+        if group.limit is not None and group.used is not None:
+            free = min(free, group.limit - group.used)
+    return max(0, free)
 
 
 def limit_below(process: int | str, name: str) -> Path:

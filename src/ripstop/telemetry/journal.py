@@ -28,7 +28,9 @@ class Journal:
         self._bytes = 0  # of all records
         self._last_own_seq = 0
         self._last_seq: dict[str, int] = {}  # the last sequence number of each node
+        self._on_closed: list[Callable[[], object]] = []
         self.count = 0  # of all records, including those that are no longer kept
+        self.is_closed = False
 
     def record(self, event: Event, at: float) -> EventRecord:
         """Add an event of the coordinator."""
@@ -53,10 +55,22 @@ class Journal:
         skip = max(0, number - first)
         return list(enumerate(islice(self._records, skip, None), first + skip + 1))
 
-    def subscribe(self, sink: Sink) -> Callable[[], None]:
+    def subscribe(self, sink: Sink, on_closed: Callable[[], object]) -> Callable[[], None]:
         """Pass every later record to `sink`, until the returned function is called."""
         self._sinks.append(sink)
-        return lambda: self._sinks.remove(sink)
+        self._on_closed.append(on_closed)
+
+        def unsubscribe() -> None:
+            self._sinks.remove(sink)
+            self._on_closed.remove(on_closed)
+
+        return unsubscribe
+
+    def close(self) -> None:
+        """The coordinator has stopped: no record follows, unless another coordinator writes it."""
+        self.is_closed = True
+        for call in tuple(self._on_closed):
+            call()
 
     def _append(self, record: EventRecord) -> None:
         self._records.append(record)

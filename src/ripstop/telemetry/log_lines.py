@@ -51,13 +51,15 @@ def log_line(event: Event) -> str:
             what = f" preloaded={_first_few(preloaded, ',')}" if preloaded else ""
             without = f" left_out={_first_few(left_out, '; ')!r}" if left_out else ""
             return f"start={start}{what} seconds={seconds:.2f}{without}" + (f" why={why!r}" if why else "")
-        case events.StandbysReady(ready, memory, gpu_memory, seconds):
+        case events.StandbysReady(ready, memory, gpu_memory, seconds, until):
+            ahead = f" ahead={until.count('elastic')}" if "elastic" in until else ""
             used = f"memory={sum(memory) >> 20}M gpu_memory={sum(gpu_memory) >> 20}M"
-            return f"standbys={len(ready)} ready seconds={seconds:.2f} {used}"
-        case events.WorkersStarted(round, first, world, restarts, pids, seconds, pause, why, standbys):
+            return f"standbys={len(ready)}{ahead} ready seconds={seconds:.2f} {used}"
+        case events.WorkersStarted(round, first, world, restarts, pids, seconds, pause, why, standbys, run_ahead):
             ranks = f"ranks={first}-{first + len(pids) - 1} world={world} restarts={restarts}"
             paused = f" pause_ms={pause * 1e3:.0f}" if pause else ""
             taken = f" standbys={standbys}" if standbys else ""
+            taken += f" ahead={run_ahead}" if run_ahead else ""
             return f"round={round} {ranks} spawn_ms={seconds * 1e3:.0f}{taken}{paused} why={why!r}"
         case events.WorkerHangs(round, rank, pid, seconds, sign, where):
             at = f", {where}" if where else ""

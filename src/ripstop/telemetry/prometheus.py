@@ -32,7 +32,7 @@ class Metric(Struct, frozen=True):
 
 
 _NODE, _RANK, _GPU = ("node",), ("rank", "node"), ("gpu", "node")
-_STANDBY = ("local_rank", "node")
+_STANDBY = ("local_rank", "node", "until")
 
 JOB_METRICS = (  # of a JobStatus
     Metric("ripstop_job_info", "gauge", "Always 1; the label names the job", ("run_id",)),
@@ -97,7 +97,7 @@ HISTORY_METRICS = (  # of the Totals
     Metric(
         "ripstop_inplace_recoveries_total",
         "counter",
-        "Recoveries of a node in which workers went on in place",
+        "Recoveries of a node in which workers kept their process",
         field="inplace",
     ),
     Metric("ripstop_checkpoints_total", "counter", "Checkpoints that workers reported", field="checkpoints"),
@@ -200,7 +200,7 @@ def page(totals: Totals, status: JobStatus, samples: Samples, now: float) -> byt
         for rank in sample.ranks:
             metrics.put_fields(RANK_METRICS, rank, str(rank.rank), name)
         for standby in sample.standbys:
-            metrics.put_fields(STANDBY_METRICS, standby, str(standby.local_rank), name)
+            metrics.put_fields(STANDBY_METRICS, standby, str(standby.local_rank), name, standby.until)
         for gpu in sample.gpus:
             metrics.put_fields(GPU_METRICS, gpu, str(gpu.index), name)
             metrics.put("ripstop_gpu_ecc_errors_total", gpu.ecc_corrected, str(gpu.index), name, "corrected")

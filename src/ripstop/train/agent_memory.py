@@ -18,8 +18,8 @@ PATH_SUFFIX = "-state"  # of the path of the socket for reports
 REPLY_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 60.0  # a worker may run before all workers of its node have started
 RETRY_S = 0.01
-MAX_REPLY_BYTES = 4096
-MAX_SLOTS = 16
+MAX_REPLY_BYTES = 1 << 14
+MAX_DESCRIPTORS = 128  # in a reply
 
 
 class AgentError(Exception):
@@ -65,8 +65,9 @@ class AgentMemory:
 
     def get(self, name: str) -> dict[tuple[int, int], int]:
         """What this node holds of a State: descriptors by rank and slot, now owned by the caller."""
-        found = {}
-        for rank in self._ask({"get": name}, [])[0]["ranks"]:
+        reply, fds = self._ask({"get": name}, [])
+        found = {(rank, slot): fd for (rank, slot), fd in zip(reply["buffers"], fds, strict=True)}
+        for rank in reply["more"]:
             reply, fds = self._ask({"get": name, "of": rank}, [])
             found.update({(rank, slot): fd for slot, fd in zip(reply["slots"], fds, strict=True)})
         return found
@@ -182,7 +183,7 @@ class AgentMemory:
 
     def _receive(self) -> tuple[dict[str, Any], list[int]]:
         data, ancillary_data, _, _ = self._socket.recvmsg(
-            MAX_REPLY_BYTES, socket.CMSG_SPACE(MAX_SLOTS * 4), socket.MSG_CMSG_CLOEXEC
+            MAX_REPLY_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * 4), socket.MSG_CMSG_CLOEXEC
         )
         received = array.array("i")
         for level, kind, value in ancillary_data:

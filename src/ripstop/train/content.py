@@ -209,7 +209,7 @@ class Stored:
         if parts:
             return self._load_sharded(name, live)
         if isinstance(live, torch.nn.Module):
-            self._load_module(live, _Unpickler(data, self._in_buffer).load())
+            self._load_torch_module(live, _Unpickler(data, self._in_buffer).load())
             return live
         own = _Tensors()
         _component(name, live, own)
@@ -225,7 +225,7 @@ class Stored:
             return live
         return stored
 
-    def _load_module(self, module: torch.nn.Module, stored: dict[str, Any]) -> None:
+    def _load_torch_module(self, module: torch.nn.Module, stored: dict[str, Any]) -> None:
         _check_dtypes(module.state_dict(), stored)
         for key in stored:
             if key.endswith("_extra_state"):  # which the module may keep as it is

@@ -18,7 +18,6 @@ from ripstop.train import checkpoint_files, content
 from ripstop.train.agreement import Commit
 from ripstop.train.checkpoint_files import Unusable
 from ripstop.train.commit_buffer import CommitBuffer
-from ripstop.train.rank_store import RankStore
 from ripstop.train.sharding import Parts
 
 log = logging.getLogger("ripstop.train")
@@ -32,34 +31,42 @@ class Plan(NamedTuple):
     interval: float
 
 
-def plan(
-    store: RankStore, topic: str, directory: str, interval: float, name: str, newest_round: int, memory: Commit | None
-) -> Plan:
-    """Agree with the other ranks; `memory` is the commit that would be restored without disk."""
+class DiskOffer(NamedTuple):
+    """What a rank sees on disk.  As JSON it is a list."""
+
+    has_directory: bool
+    checkpoints: list[list[int]]  # round and number of each
+    newest_round: int
+    interval: float
+
+
+def offer(directory: str, interval: float, name: str, newest_round: int) -> DiskOffer:
+    """What this rank sees on disk, for rank 0."""
     seen = []
     if directory:
         folder = checkpoint_files.folder(directory, name)
         seen = checkpoint_files.checkpoints(folder)
         newest_round = max(newest_round, checkpoint_files.newest_round(folder))
-    own = [bool(directory), [[each.round, each.number] for each in seen], newest_round, interval]
+    return DiskOffer(bool(directory), [[each.round, each.number] for each in seen], newest_round, interval)
 
-    def decide(received: list[Any]) -> Any:
-        rounds = [0, *(newest for _, _, newest, _ in received)]
-        if not all(has_directory for has_directory, *_ in received):
-            if any(has_directory for has_directory, *_ in received):
-                log.warning("state %r is not saved to disk: give all nodes --checkpoint-dir", name)
-            return [[], max(rounds), 0.0]
-        found = [{tuple(each) for each in seen} for _, seen, _, _ in received]
-        rounds += [round for seen in found for round, _ in seen]
-        common = sorted(set.intersection(*found), reverse=True)
-        newest = max(set.union(*found), default=None)
-        if newest is not None and newest not in common:
-            log.warning("state %r: not all nodes see checkpoint %s; --checkpoint-dir must be shared by all nodes",
-                        name, checkpoint_files.saved_name(*newest))  # fmt: skip
-        newer = [each for each in common if memory is None or each > (memory.round, memory.number)]
-        return [[checkpoint_files.saved_name(*each) for each in newer], max(rounds), received[0][3]]
 
-    return Plan(*store.decide(topic, own, decide))
+def plan(received: list[Any], name: str, memory_commit: Commit | None) -> Plan:
+    """Rank 0's decision from the offers of all ranks; `memory_commit` would be restored without disk."""
+    offers = [DiskOffer(*each) for each in received]
+    rounds = [0, *(each.newest_round for each in offers)]
+    if not all(each.has_directory for each in offers):
+        if any(each.has_directory for each in offers):
+            log.warning("state %r is not saved to disk: give all nodes --checkpoint-dir", name)
+        return Plan([], max(rounds), 0.0)
+    found = [{(round, number) for round, number in each.checkpoints} for each in offers]
+    rounds += [round for seen in found for round, _ in seen]
+    common = sorted(set.intersection(*found), reverse=True)
+    newest = max(set.union(*found), default=None)
+    if newest is not None and newest not in common:
+        log.warning("state %r: not all nodes see checkpoint %s; --checkpoint-dir must be shared by all nodes",
+                    name, checkpoint_files.saved_name(*newest))  # fmt: skip
+    newer = [each for each in common if memory_commit is None or each > (memory_commit.round, memory_commit.number)]
+    return Plan([checkpoint_files.saved_name(*each) for each in newer], max(rounds), offers[0].interval)
 
 
 class Found(NamedTuple):

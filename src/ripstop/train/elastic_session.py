@@ -4,7 +4,8 @@ After a fault elsewhere, the agent sends this worker its place in the next round
 so that the function ends with an exception; then the groups are forgotten, the environment is changed, and the function
 is called again.  Rules
 1.  The thread never destroys anything: it wakes the main thread, which does.  It repeats that until the main thread has
-    come, because the function may be about to make another group of the old round.
+    come, because the function may be about to make another group of the old round.  The main thread hands groups that
+    nothing refers to any more over to another thread, which destroys them.
 2.  The main thread and the thread exclude each other, so that no connection of the new round is shut down.
 3.  Any exception after the agent's message is a consequence of it.  One before is the script's own, unless it is a
     broken connection: then the message is awaited for `VERDICT_TIMEOUT_S`.
@@ -23,13 +24,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
-from ripstop.train import interruption, reports
+from ripstop.train import interruption, reports, standby_gate
 from ripstop.train.agent_memory import AgentError, connect
 
 log = logging.getLogger("ripstop.train")
 
 VERDICT_TIMEOUT_S = 10.0  # after a broken connection; a lost node is noticed within a lease, 3 s by default
 ABORT_INTERVAL_S = 0.05
+GROUPS_END_TIMEOUT_S = 5.0
 MAX_MESSAGE_BYTES = 1 << 16
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -44,8 +46,11 @@ def elastic(function: Callable[P, R]) -> Callable[P, R]:
     `State.restore()`.  What is made outside of it stays.
     """
 
+    standby_gate.forbid_process_groups()
+
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        standby_gate.wait()
         if interruption.is_elastic:
             raise RuntimeError("a function with @train.elastic cannot call another one: decorate the outer one only")
         with _Session() as session:
@@ -75,6 +80,7 @@ class _Session:
         self._socket: socket.socket | None = None
         self._abort: Any = None
         self._thread: threading.Thread | None = None
+        self._group_destroyer: threading.Thread | None = None  # of the last round's groups
 
     def __enter__(self) -> "_Session":
         if (memory := _connect()) is not None:
@@ -88,25 +94,33 @@ class _Session:
     def __exit__(self, *_: object) -> None:
         self._leave()
         interruption.leave()
+        # wait for it: a thread in a C++ destructor while the interpreter shuts down can crash the process
+        if self._group_destroyer is not None:
+            self._group_destroyer.join(GROUPS_END_TIMEOUT_S)
 
     def enter(self) -> None:
         """Prepare the process for the round, its first one or the next."""
         from ripstop.train.group_abort import GroupAbort, forget_groups
 
+        groups: list[Any] = []
         with self._lock:
             message, self._next = self._next, None
+            self._has_news.notify_all()
             interruption.enter()
             if message is not None:
-                forget_groups()
+                groups = forget_groups()
                 gc.collect()  # a DDP wrapper has hooks on the parameters until it is collected
                 os.environ.update(message["env"])
                 reports.start_round()
                 self._round = message["reform"]
             if self._socket is not None:
                 os.environ[NCCL_ERROR_HANDLING] = "0"  # NCCL's watchdog must not end this process: the agent decides
-                self._abort = GroupAbort()
+                self._abort = self._abort or GroupAbort()
+                self._abort.start_round()
         if message is not None:
             self._send({"reformed": self._round})
+            self._group_destroyer = threading.Thread(target=groups.clear, name="ripstop-groups", daemon=True)
+            self._group_destroyer.start()
 
     def is_round_over(self, error: BaseException) -> bool:
         """Whether to enter the function again after this exception (rule 3)."""
@@ -135,6 +149,7 @@ class _Session:
         """The agent does not keep this worker any more."""
         with self._lock:
             self._next, self._has_left = None, True
+            self._has_news.notify_all()
         if self._socket is not None:
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
@@ -155,19 +170,16 @@ class _Session:
                     self._next = message
                     interruption.interrupt()
                     self._has_news.notify_all()
-                while self._abort_groups(message):
-                    threading.Event().wait(ABORT_INTERVAL_S)
+                    while self._next is message:  # the main thread is still in the old round (rule 1)
+                        self._abort_groups()
+                        self._has_news.wait(ABORT_INTERVAL_S)
 
-    def _abort_groups(self, message: dict[str, Any]) -> bool:
-        """Whether the main thread is still in the old round (rule 1)."""
-        with self._lock:
-            if self._next is not message or self._has_left:
-                return False
-            try:
+    def _abort_groups(self) -> None:
+        try:
+            if self._abort is not None:
                 self._abort.abort()
-            except Exception as error:  # this thread must live on: the agent replaces a worker that does not come back
-                log.warning("the process groups could not be aborted: %r", error)
-            return True
+        except Exception as error:  # this thread must live on: the agent replaces a worker that does not come back
+            log.warning("the process groups could not be aborted: %r", error)
 
 
 def _connect() -> tuple[int, socket.socket] | None:

@@ -3,19 +3,24 @@
 torch has `abort` for NCCL.  For gloo it does nothing, so the connections of gloo are shut down: gloo's own threads then
 fail every operation that waits.  How they are found: gloo's device has a thread with an epoll, in which its listening
 socket and its connections are.  An entry's data is a pointer; Python and libuv put the descriptor there.  So the
-sockets to shut down are those of an epoll that has been opened since the function was entered, with a listening socket,
-and with pointers.  The kernel names the inode of each, so that a descriptor that was closed and opened again meanwhile
-is left alone.  Connections to the round's store are found by their peer.  Nothing here closes a descriptor of others.
+sockets to shut down are those of an epoll that has been opened since the function was first entered, with a listening
+socket, and with pointers.  The kernel names the inode of each, so that a descriptor that was closed and opened again
+meanwhile is left alone.  Connections to the round's store are found by their peer.  Nothing here closes a descriptor of
+others.
+
+The destructor of a gloo group takes 10 to 30 ms, in which it only waits for gloo's threads, and no code needs the
+group any more.  So `forget_groups` returns the groups, and the session lets go of them in another thread.
 """
+
+# A recovery waits for this, and a process may have hundreds of descriptors: pathlib is too slow.
+# ruff: noqa: PTH115, PTH123, PTH208
 
 import logging
 import os
 import re
 import socket
 import stat
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,25 +30,33 @@ log = logging.getLogger("ripstop.train")
 
 _ENTRY = re.compile(r"^tfd:\s*(\d+) .*?data:\s*([0-9a-f]+) .*?ino:\s*([0-9a-f]+)", re.MULTILINE)
 _EPOLL = "anon_inode:[eventpoll]"
+_SOCKET = "socket:["
 
 
 class GroupAbort:
     """The process groups that are made from now on, and the round's store; `abort` may be called again."""
 
     def __init__(self) -> None:
-        self._earlier_epolls = set(_epolls())
-        self._store = _store_addresses()
+        self._earlier_epolls = set(_descriptors(_EPOLL))
+        self._store: set[tuple[str, int]] = set()
         self._aborted: set[int] = set()  # ids of groups, which torch's tables keep alive until `forget_groups`
 
+    def start_round(self) -> None:
+        """Prepare for the round's groups and store.  The environment already has the store's address."""
+        # forget closed ones: gloo's next epoll may get the same descriptor number
+        self._earlier_epolls &= set(_descriptors(_EPOLL))
+        self._store = _store_addresses()
+        self._aborted.clear()
+
     def abort(self) -> None:
-        for epoll in _epolls():
+        for epoll in _descriptors(_EPOLL):
             if epoll not in self._earlier_epolls:
                 _shut_down_gloo(epoll)
         try:
             self._abort_backends()
         except Exception as error:  # the agent replaces a worker that does not come back
             log.warning("the process groups could not be aborted: %s", error)
-        for fd in _descriptors("socket:"):
+        for fd in _descriptors(_SOCKET):
             _shut_down(fd, None, self._store)
 
     def _abort_backends(self) -> None:
@@ -65,12 +78,16 @@ class GroupAbort:
                 nccl._group_end()
 
 
-def forget_groups() -> None:
-    """Clear torch's tables of process groups.  Called in the main thread, when no code of the old round runs."""
+def forget_groups() -> list[Any]:
+    """Clear torch's tables of process groups.  Called in the main thread, when no code of the old round runs.
+
+    Returns what was in the tables: the groups end when the caller lets go of them.
+    """
     c10d: Any = distributed.distributed_c10d
+    world = c10d._world
+    groups = [*world.pg_map.items(), *world.pg_names]
     if distributed.is_initialized():
         c10d._abort_process_group()
-    world = c10d._world
     for table in (
         world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag,
         world.tags_to_pg, world.pg_coalesce_state,
@@ -78,6 +95,7 @@ def forget_groups() -> None:
         table.clear()  # of an `init_process_group` that has failed half-way, too
     c10d._unregister_all_process_groups()
     world.group_count = 0  # groups have numbers, which must be the same on new workers
+    return groups
 
 
 def _nccl_backend(group: Any) -> Any:
@@ -92,7 +110,8 @@ def _nccl_backend(group: Any) -> Any:
 
 def _shut_down_gloo(epoll: int) -> None:
     try:
-        text = Path(f"/proc/self/fdinfo/{epoll}").read_text()
+        with open(f"/proc/self/fdinfo/{epoll}") as file:
+            text = file.read()
     except OSError:  # closed meanwhile
         return
     entries = [(int(fd), int(ino, 16)) for fd, data, ino in _ENTRY.findall(text) if int(fd) != int(data, 16)]
@@ -139,15 +158,13 @@ def _copy(fd: int, inode: int | None) -> socket.socket | None:
     return socket.socket(fileno=copied)
 
 
-def _epolls() -> list[int]:
-    return list(_descriptors(_EPOLL))
-
-
-def _descriptors(kind: str) -> Iterator[int]:
-    for link in list(Path("/proc/self/fd").iterdir()):
+def _descriptors(kind: str) -> list[int]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed meanwhile
-            if str(link.readlink()).startswith(kind):
-                yield int(link.name)
+            if os.readlink(f"/proc/self/fd/{name}").startswith(kind):
+                found.append(int(name))
+    return found
 
 
 def _store_addresses() -> set[tuple[str, int]]:

@@ -56,7 +56,8 @@ class RankStore:
         if self._rank > 0:
             self._set(f"{topic}/{self._rank}", own)
             return self.get(topic, may_be_absent=may_be_absent)
-        others = [self.get(f"{topic}/{rank}", may_be_absent=may_be_absent) for rank in range(1, self._world_size)]
+        topics = [f"{topic}/{rank}" for rank in range(1, self._world_size)]
+        others = self._get_all(topics, may_be_absent=may_be_absent)
         decision = decide([own, *others])
         self._set(topic, decision)
         return decision
@@ -82,16 +83,30 @@ class RankStore:
 
     def get(self, topic: str, *, may_be_absent: bool = False) -> Any:
         """Wait for a value."""
+        return self._get_all([topic], may_be_absent=may_be_absent)[0]
+
+    def _get_all(self, topics: list[str], *, may_be_absent: bool) -> list[Any]:
+        """Wait for these values, in one exchange with the store."""
         try:
-            data = self._connected().get(self._key(topic))
+            found = self._connected().multi_get([self._key(topic) for topic in topics])
         except RuntimeError as error:  # torch's DistStoreError and others
+            missing = self._missing(topics)
             raise RuntimeError(
-                f"train.State needs every rank of the round: {topic} did not arrive at rank {self._rank} ({error}); "
+                f"train.State needs every rank of the round: {missing} did not arrive at rank {self._rank} ({error}); "
                 "call restore() and commit() on all ranks, after the same steps"
             ) from error
-        if may_be_absent and data.startswith(_ABSENT):
-            return Absent(data.removeprefix(_ABSENT).decode(errors="replace"))
-        return self._opened(topic, data)
+        return [
+            Absent(data.removeprefix(_ABSENT).decode(errors="replace"))
+            if may_be_absent and data.startswith(_ABSENT)
+            else self._opened(topic, data)
+            for topic, data in zip(topics, map(bytes, found), strict=True)
+        ]
+
+    def _missing(self, topics: list[str]) -> str:
+        """The first of these values that is not there, as far as the store still tells."""
+        with suppress(RuntimeError):
+            return next((topic for topic in topics if not self.has([topic])), topics[-1])
+        return topics[-1]
 
     def transfer_key(self, topic: str) -> bytes:
         """A key for the connections between the ranks in this restore."""

@@ -2,7 +2,7 @@
 
 Rules: (1) training never waits or fails because of a report: a datagram that cannot be sent now is dropped, except the
 latest checkpoint's and restore's, which are sent later; (2) a call is cheap: it reads a clock, and sends a few times a
-second at most; (3) a forked child opens its own socket.
+second at most; (3) a forked child opens its own socket; (4) a standby reports nothing.
 """
 
 import atexit
@@ -11,7 +11,7 @@ import os
 import socket
 import time
 
-from ripstop.train import interruption
+from ripstop.train import interruption, standby_gate
 from ripstop.train.step_profile import StepProfile, StepProfiler, open_profiler
 
 SOCKET_VARIABLE = "RIPSTOP_SOCKET"  # the path of the agent's socket
@@ -41,6 +41,8 @@ def heartbeat(step: int | None = None) -> None:
     In a function with `train.elastic`, it raises if the round is over.
     """
     global _heartbeats, _next_send, _unsent_step
+    if step is not None:
+        standby_gate.refuse("train.heartbeat(step)")
     interruption.check()
     _heartbeats += 1
     if step is not None and (profiler := _own_profiler()):
@@ -69,6 +71,7 @@ def send_last_step() -> None:
 
 def checkpoint_saved(step: int, path: str = "") -> None:
     """Report that the state up to this step is saved, at this path."""
+    standby_gate.refuse("train.checkpoint_saved()")
     _unsent["checkpoint"] = {"saved": int(step), "path": str(path)[:MAX_CHECKPOINT_PATH_CHARS]}
     _send_later()
 
@@ -141,7 +144,7 @@ def _send_commit() -> bool:
 def _send(message: dict[str, object]) -> bool:
     """False if it should be tried again soon."""
     global _socket, _pid
-    if not (path := os.environ.get(SOCKET_VARIABLE)):
+    if not (path := os.environ.get(SOCKET_VARIABLE)) or standby_gate.find() is not None:
         return True
     try:
         if _socket is None or _pid != os.getpid():

@@ -152,7 +152,7 @@ class Restoring:
         `values` are those of the State: their sharding decides whether a rank can load its own shard.
         """
         decision = self._agree()
-        if (found := self._from_disk(decision, values)) is not None:
+        if (found := self._from_disk(values)) is not None:
             return found
         if isinstance(decision, Start):
             self._warn(decision.problem)
@@ -165,7 +165,9 @@ class Restoring:
         self._is_shared = bool(decision.transfers) or not all(is_own)
         if decision.transfers and (problem := self._transfer(decision)):
             self._topic += " without memory"  # of further decisions about the same checkpoints
-            if (found := self._from_disk(Start(problem), values)) is None:
+            offer = self._disk_offer()
+            self.disk = disk.Plan(*self._store.decide(f"{self._topic} disk", offer, self._plan_without_memory))
+            if (found := self._from_disk(values)) is None:
                 self._warn(problem)
             return found
         shard = self._held(decision.commit, decision.shards[self._rank])
@@ -188,14 +190,16 @@ class Restoring:
 
     # disk -------------------------------------------------------------------------------------------------------------
 
-    def _from_disk(self, decision: Restore | Start, values: Mapping[str, Any]) -> Shard | disk.Resharded | None:
-        """The newest usable checkpoint, if it is newer than the commit in memory."""
-        directory, interval = self._checkpoints
-        self.disk = disk.plan(
-            self._store, f"{self._topic} disk", directory, interval, self._name,
-            max((shard.header.id.round for shard in self._shards), default=0),
-            decision.commit if isinstance(decision, Restore) else None,
-        )  # fmt: skip
+    def _disk_offer(self) -> disk.DiskOffer:
+        newest_round = max((shard.header.id.round for shard in self._shards), default=0)
+        return disk.offer(*self._checkpoints, self._name, newest_round)
+
+    def _plan_without_memory(self, offers: list[Any]) -> disk.Plan:
+        return disk.plan(offers, self._name, None)
+
+    def _from_disk(self, values: Mapping[str, Any]) -> Shard | disk.Resharded | None:
+        """The newest usable checkpoint of the plan: those that are newer than the commit in memory."""
+        directory, _ = self._checkpoints
         for candidate in self.disk.candidates:
             path = checkpoint_files.folder(directory, self._name) / candidate
             try:
@@ -246,8 +250,9 @@ class Restoring:
     # agreement --------------------------------------------------------------------------------------------------------
 
     def _agree(self) -> Restore | Start:
-        own: Any = [_node(self._rank), [_packed(shard.offer) for shard in self._shards]]
-        decide: Callable[[list[Any]], Any] = _Agreement()
+        """Agree on the commit in memory to restore.  Sets `self.disk`, the plan for checkpoints on disk."""
+        own: Any = [_node(self._rank), [_packed(shard.offer) for shard in self._shards], self._disk_offer()]
+        decide: Callable[[list[Any]], Any] = _Agreement(self._name)
         for attempt in range(1000):
             topic = f"{self._topic} {attempt}"
             found = self._store.decide(topic, own, decide, may_be_absent=topic == first_topic(self._count))
@@ -256,6 +261,7 @@ class Restoring:
                 break
             commit = Commit(*found["compare"])
             own = {shard: self._digests(commit, shard) for shard in found["shards"][self._rank]}
+        self.disk = disk.Plan(*found["disk"])
         if "problem" in found:
             return Start(found["problem"])
         transfers = tuple(Transfer(*each) for each in found["transfers"])
@@ -388,7 +394,9 @@ class Restoring:
 class _Agreement:
     """Rank 0's decisions, as JSON: first from offers, then from digests."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._disk_offers: list[Any] = []  # what the ranks see there
         self._steps: Generator[Compare, Digests, Restore | Start] | None = None
 
     def __call__(self, received: list[Any]) -> Any:
@@ -396,15 +404,17 @@ class _Agreement:
             return {**absent, "has_commits": any(own[1] for own in received if not isinstance(own, Absent))}
         try:
             if self._steps is None:
-                self._steps = agree([Holding(node, [_unpacked(offer) for offer in own]) for node, own in received])
+                self._disk_offers = [on_disk for _, _, on_disk in received]
+                self._steps = agree([Holding(node, [_unpacked(offer) for offer in own]) for node, own, _ in received])
                 asked = next(self._steps)
             else:
                 asked = self._steps.send(received)
         except StopIteration as end:
             decision: Restore | Start = end.value
             if isinstance(decision, Start):
-                return {"problem": decision.problem}
+                return {"problem": decision.problem, "disk": disk.plan(self._disk_offers, self._name, None)}
             found = dataclasses.asdict(decision)
+            found["disk"] = disk.plan(self._disk_offers, self._name, decision.commit)
             found["commit"] = dataclasses.astuple(decision.commit)
             found["transfers"] = [dataclasses.astuple(each) for each in decision.transfers]
             return found

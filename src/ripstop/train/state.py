@@ -31,7 +31,7 @@ from ripstop.commit_memory import (
     commit_round,
     usable_memory,
 )  # fmt: skip
-from ripstop.train import checkpoint_files, content, gpu_copy, interruption, intervals, reports
+from ripstop.train import checkpoint_files, content, gpu_copy, interruption, intervals, reports, standby_gate
 from ripstop.train.agent_memory import AgentError, AgentMemory, Identity, connect
 from ripstop.train.agreement import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, may_free_others, newest_last, next_slot
 from ripstop.train.commit_buffer import CommitBuffer
@@ -128,6 +128,7 @@ class State:
 
         Every rank calls it, before the first `commit`.
         """
+        standby_gate.refuse("State.restore()")
         interruption.check()
         began = time.perf_counter()
         self._finish_copy()
@@ -297,7 +298,7 @@ class State:
         return step if type(step) is int and step >= 0 else self._number
 
     def _commit(self, every: int | str | None, blocking: bool) -> bool:
-        if (every is not None and not self._is_due(every)) or self._memory is None:
+        if (every is not None and not self._is_commit_due(every)) or self._memory is None:
             return False
         if self._is_on_disk:
             return self._commit_to_disk()
@@ -437,7 +438,7 @@ class State:
         headers = {slot: buffer.header(self._run) for slot, buffer in self._buffers.items()} if held else {}
         return saved | {slot for slot, header in headers.items() if header is not None and header.id.in_job() in held}
 
-    def _is_due(self, every: int | str) -> bool:
+    def _is_commit_due(self, every: int | str) -> bool:
         steps, seconds = intervals.parse(every)
         if steps:
             return self._calls % steps == 0

@@ -15,13 +15,15 @@ from msgspec import Struct
 class ElasticWorkers(Struct):
     """The callbacks get the worker's pid; `on_peer_lost` gets the round.
 
+    `on_registered` also gets whether the worker itself has registered, and not a process below it.
+
     `on_left` also tells that a message cannot be sent.
 
     `find_worker`: the pid of the live worker that this process is or belongs to; a worker may be a shell script.
     """
 
     find_worker: Callable[[int], int | None]
-    on_registered: Callable[[int], None]
+    on_registered: Callable[[int, bool], None]
     on_left: Callable[[int], None]
     on_reformed: Callable[[int, int], None]  # and the round
     on_peer_lost: Callable[[int], None]  # the round; called once for each
@@ -34,7 +36,7 @@ class ElasticWorkers(Struct):
     def register(self, pid: int, connection: socket.socket) -> None:
         if (worker := self.find_worker(pid)) is not None:
             self._connections[worker] = connection
-            self.on_registered(worker)
+            self.on_registered(worker, worker == pid)
 
     def lost_peer(self, round: int) -> None:
         if round > self._newest_loss:

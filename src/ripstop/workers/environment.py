@@ -14,6 +14,7 @@ from ripstop.model.round import Place
 
 TIMER_FILE = "TORCHELASTIC_TIMER_FILE"  # the path of the timer pipe, for workers and agents
 SOCKET = "RIPSTOP_SOCKET"  # `train/reports.py` reads it
+STANDBY = "RIPSTOP_STANDBY"  # "1" in a standby that runs the script, until it is a worker
 STRAGGLER = "RIPSTOP_STRAGGLER"  # "off": `train/step_profile.py` makes no profiles
 
 ROUND_VARIABLES = (  # those that change for a worker that goes on in place; it keeps its error file
@@ -24,7 +25,7 @@ ROUND_VARIABLES = (  # those that change for a worker that goes on in place; it 
 
 def shared_environment(base: Mapping[str, str], slots: int) -> dict[str, str]:
     """The variables that all workers of a node share in every round; the zygote imports with them."""
-    env = {name: value for name, value in base.items() if name != SOCKET}  # an outer job's
+    env = {name: value for name, value in base.items() if name not in (SOCKET, STANDBY)}  # an outer job's
     if slots > 1:
         env.setdefault("OMP_NUM_THREADS", "1")  # several workers with a thread for each core overload the node
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")

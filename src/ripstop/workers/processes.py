@@ -81,6 +81,7 @@ class Children:
         self._pidfds: dict[int, int] = {}
         self._session = os.getsid(0)
         self._unkillable: set[int] = set()
+        self.spared: set[int] = set()  # sessions whose orphans are not ended with the workers: those of live standbys
         self._descriptors = DescriptorReserve()
         self._handles_sigchld = False
 
@@ -243,9 +244,17 @@ class Children:
     def _leftovers(self, sessions: frozenset[int], with_adopted: bool) -> list[int]:
         """The processes in these sessions, adopted children, and descendants of both."""
         with_adopted = with_adopted and not self._in_program
+        if not with_adopted and not linux.has_processes(sessions):
+            # Usually so in a recovery in place: a failed worker leaves no process.  The surviving workers wait for
+            # this, and reading all of /proc would delay them.
+            return []
         alive = {process.pid: process for process in linux.processes() if not process.dead}
         sessions -= alive.keys()  # their leaders have ended: a process with such a pid now is unrelated
-        adopted = {process.pid for process in alive.values() if with_adopted and self._is_adopted(process)}
+        adopted = {
+            process.pid
+            for process in alive.values()
+            if with_adopted and process.session not in self.spared and self._is_adopted(process)
+        }
         found: set[int] = set()
         for process in alive.values():
             line: list[int] = []

@@ -63,12 +63,16 @@ class ServeStore(Struct, frozen=True):
 
 
 class WaitAsStandby(Struct, frozen=True):
-    """Instead of an entrypoint: warm up as this local rank, report on this socket, and wait there for a request."""
+    """Instead of an entrypoint: warm up as this local rank, report on this socket, and wait there for a request.
+
+    With `shadowed`, run the script of this worker before, up to its function with `train.elastic`.
+    """
 
     fd: int
     local_rank: int
     warm_up: str  # the user's function; "": none
     with_gpu: bool
+    shadowed: ProcessSpec | None = None
 
 
 class SaveState(Struct, frozen=True):
@@ -341,9 +345,9 @@ class Spawner:
         match spec.entry:
             case ServeStore(host=host, port=port):
                 return request | {"what": "store", "host": host, "port": port}
-            case WaitAsStandby(_, local_rank, warm_up, with_gpu):
+            case WaitAsStandby(_, local_rank, warm_up, with_gpu, shadowed):
                 standby = {"local_rank": local_rank, "warm_up": warm_up, "with_gpu": with_gpu}
-                return request | {"what": "standby", **standby}
+                return request | {"what": "standby", **standby, "shadowed": shadowed and self.request(shadowed)}
             case SaveState(settings=settings):
                 return request | {"what": "save", "settings": settings}
             case entry if self._start is StartMethod.ZYGOTE and entry_key(entry) == key != ("command", ""):

@@ -3,7 +3,8 @@
 `standby_policy.py` decides; `zygote/standby.py` is the process's side and has the rules for it.  `Standbys` starts
 workers in place of the spawner: it takes the standbys that fit, and has the spawner fork the others.  A standby that is
 dead, does not answer or does not fit any more is discarded, and its worker is forked without delay.  A standby is
-claimed and watched like a worker, but belongs to no group: no signal for workers reaches it.
+claimed and watched like a worker, but belongs to no group: no signal for workers reaches it.  One that runs the script
+may have child processes: they end with it.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from ripstop.model import events
-from ripstop.model.config import Binding, Standby, StartMethod
+from ripstop.model.config import Binding, Standby, StandbyUntil, StartMethod
 from ripstop.model.errors import StartError
 from ripstop.model.text_formatting import format_bytes
 from ripstop.model.usage import StandbySample
@@ -30,6 +31,7 @@ from ripstop.system.gpus import free_memory
 from ripstop.workers import standby_policy as policy
 from ripstop.workers.processes import Children, ProcessExit
 from ripstop.workers.spawner import PreloadResult, ProcessSpec, Spawner, WaitAsStandby, receive, send, uninterrupted
+from ripstop.workers.zygote.channel import CHECK, encode
 
 log = logging.getLogger("ripstop.workers")
 
@@ -41,6 +43,12 @@ MIN_FREE_GPU_MEMORY = 2 << 30  # for `auto`: a standby takes about a third of it
 
 _NAME = r"""\s*["']((?:CUDA|CUBLAS|CUDNN|NCCL|PYTORCH|TORCH_NCCL|TORCH_CUDNN)_\w+)["']"""
 SETS_GPU_VARIABLE = re.compile(rf"environ\[{_NAME}\s*\]\s*=(?!=)|(?:environ\.setdefault|putenv)\({_NAME}")
+CONSEQUENCES = {  # of a failure, and of a final one
+    (StandbyUntil.SCRIPT, False): "workers start without it",
+    (StandbyUntil.SCRIPT, True): "ripstop does not try again",
+    (StandbyUntil.ELASTIC, False): "a standby that waits before the script takes its place",
+    (StandbyUntil.ELASTIC, True): "from now on, standbys wait before the script",
+}
 
 
 class Place(Struct, frozen=True):
@@ -51,7 +59,7 @@ class Place(Struct, frozen=True):
 
 
 class _Process(Struct, eq=False):
-    """One standby; `memory` is set when it is ready."""
+    """One standby."""
 
     local_rank: int
     place: Place
@@ -59,13 +67,19 @@ class _Process(Struct, eq=False):
     control: socket.socket
     generation: int  # of its zygote
     reader: asyncio.Task[Any] | None  # waits for its report
+    until: StandbyUntil
+    output: Path | None  # of the script
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)  # and was reaped
+    was_ready: bool = False  # it has reported ready, with the memory that it uses
     memory: int = 0
     gpu_memory: int = 0
 
 
 class Standbys:
-    """A `Starter`.  `places` are by local rank; `record` takes events for operators."""
+    """A `Starter`.  `places` are by local rank; `record` takes events for operators.
+
+    `shadowed_spec` gives the worker that a run-ahead standby of this local rank shadows; it may raise OSError.
+    """
 
     def __init__(
         self,
@@ -74,22 +88,26 @@ class Standbys:
         places: Sequence[Place],
         record: Callable[..., None],
         script: Path | None = None,
+        shadowed_spec: Callable[[int], ProcessSpec] | None = None,
     ) -> None:
         self._spawner = spawner
         self._config = config
         self._places = places
         self._record = record
         self._script = script
+        self._shadowed_spec = shadowed_spec
         self._loop = asyncio.get_running_loop()
-        self._policy = policy.StandbyPolicy(config.count)
+        self._policy = policy.StandbyPolicy(config.count, config.until if shadowed_spec else StandbyUntil.SCRIPT)
         self._processes: dict[int, _Process] = {}  # by local rank
         self._ending: set[_Process] = set()  # killed, but not reaped yet
+        self._ended_sessions: set[int] = set()  # of run-ahead standbys: their child processes may still live
         self._began: float | None = None  # when the standbys that warm up were made
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._declined: set[int] = set()  # local ranks; said once
         self._is_closed = self._has_said_variable = False
         self.taken: tuple[int, ...] = ()  # pids of the workers of the last start that were standbys
+        self.taken_run_ahead = 0  # of these, how many were run-ahead standbys
         self._run(self._begin())
 
     # as a starter -----------------------------------------------------------------------------------------------------
@@ -120,6 +138,7 @@ class Standbys:
         for process in list(self._processes.values()):
             self._end(process)
         await self._wait_for_ends()
+        await self._end_sessions()
 
     def close(self) -> None:
         self._spawner.close()
@@ -132,13 +151,24 @@ class Standbys:
     def on_first_step(self) -> None:
         self._feed(policy.FirstStep())
 
+    def on_function_called(self, local_rank: int) -> None:
+        """The worker of this local rank has called its training function."""
+        self._feed(policy.FunctionCalled(local_rank))
+
     def on_round_stopping(self) -> None:
         self._feed(policy.RoundStopping())
+
+    def check_files(self, local_ranks: Collection[int]) -> None:
+        """These standbys may be needed soon: let them check now whether their modules have changed on disk."""
+        for rank, process in self._processes.items():
+            if rank in local_ranks and self._policy.states[rank] is policy.State.READY:
+                with suppress(OSError):  # it has ended, and its end is reported
+                    process.control.send(encode(CHECK))
 
     def samples(self) -> tuple[StandbySample, ...]:
         """The standbys that are ready now."""
         return tuple(
-            StandbySample(rank, process.memory, process.gpu_memory)
+            StandbySample(rank, process.memory, process.gpu_memory, process.until.value)
             for rank, process in sorted(self._processes.items())
             if self._policy.states[rank] is policy.State.READY
         )
@@ -156,8 +186,9 @@ class Standbys:
             self._feed(policy.Unavailable())
             log.warning("--standby has no effect: workers start with exec, because %s", ready.fallback_reason)
 
-    async def _make(self, rank: int) -> None:
+    async def _make(self, rank: int, until: StandbyUntil) -> None:
         place = self._places[rank]
+        await self._wait_for_ends()  # an earlier one may still hold memory
         if self._config.auto and (why := await _why_too_little_memory(place.env)):
             level = logging.DEBUG if rank in self._declined else logging.INFO
             self._declined.add(rank)
@@ -169,8 +200,10 @@ class Standbys:
             if (await self._spawner.wait_ready()).start is not StartMethod.ZYGOTE:  # a later zygote was unfit
                 self._feed(policy.Unavailable())
                 return
-            process = await self._fork_standby(rank, place)
-        except StartError as error:
+            runs_ahead = until is StandbyUntil.ELASTIC
+            shadowed = self._shadowed_spec(rank) if self._shadowed_spec and runs_ahead else None
+            process = await self._fork_standby(rank, place, shadowed)
+        except (StartError, OSError) as error:
             self._feed(policy.StandbyFailed(rank, str(error)))
             return
         if rank in self._processes or self._policy.states[rank] is not policy.State.WARMING:
@@ -179,23 +212,39 @@ class Standbys:
         self._processes[rank] = process
         match await receive(process.control):
             case {"ready": {"memory": memory, "gpu_memory": gpu_memory}}:
-                process.memory, process.gpu_memory = memory, gpu_memory
-                self._feed(policy.WarmedUp(rank))
-                self._record_ready()
+                process.was_ready, process.memory, process.gpu_memory = True, memory, gpu_memory
+                await self._on_ready(process)
             case {"failed": why}:
-                self._feed(policy.StandbyFailed(rank, why))
+                self._feed(policy.StandbyFailed(rank, _with_output(process, why)))
             case _:
                 pass  # `_on_end` follows
 
-    async def _fork_standby(self, rank: int, place: Place) -> _Process:
+    async def _on_ready(self, process: _Process) -> None:
+        """Accept a standby that reports ready.
+
+        With `auto`, check GPU memory again if it has run the script, which may have used some.
+        """
+        rank = process.local_rank
+        is_checked = self._config.auto and process.until is StandbyUntil.ELASTIC
+        if is_checked and (why := await _why_too_little_memory(process.place.env)):
+            self._feed(policy.StandbyFailed(rank, f"it has run the script, and now {why}"))
+        elif self._processes.get(rank) is process:
+            self._feed(policy.WarmedUp(rank))
+            self._record_ready()
+
+    async def _fork_standby(self, rank: int, place: Place, shadowed: ProcessSpec | None) -> _Process:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
                 ours.setblocking(False)
-                entry = WaitAsStandby(theirs.fileno(), rank, self._config.warm_up, self._may_use_gpu())
+                entry = WaitAsStandby(theirs.fileno(), rank, self._config.warm_up, self._may_use_gpu(), shadowed)
                 (pid,) = await self._spawner.spawn([ProcessSpec(place.env, entry, binding=place.binding)])
-            process = _Process(rank, place, pid, ours, self._spawner.generation, asyncio.current_task())
+            until, output = (StandbyUntil.ELASTIC, shadowed.stdout) if shadowed else (StandbyUntil.SCRIPT, None)
+            task = asyncio.current_task()
+            process = _Process(rank, place, pid, ours, self._spawner.generation, task, until, output)
             self.children.watch(pid, partial(self._on_end, process))
+            if shadowed:
+                self.children.spared.add(pid)
         except BaseException:
             ours.close()
             raise
@@ -215,16 +264,20 @@ class Standbys:
     def _on_end(self, process: _Process, end: ProcessExit) -> None:
         """It has ended and was reaped."""
         process.has_ended.set()
+        self.children.spared.discard(process.pid)
         self._ending.discard(process)
+        if process.until is StandbyUntil.ELASTIC:
+            self._ended_sessions.add(process.pid)
         if not self._is_closed:
-            self._run(self._report_end(process, _how_it_ended(end)))
+            self._run(self._report_end(process, _how_it_ended(process, end)))
 
     async def _report_end(self, process: _Process, how: str) -> None:
         """Its last message says more, if it has sent one."""
         if process.reader is not None:
             await asyncio.wait([process.reader], timeout=LAST_MESSAGE_TIMEOUT_S)
         if self._processes.get(process.local_rank) is process:
-            self._feed(policy.StandbyFailed(process.local_rank, how))
+            self._feed(policy.StandbyFailed(process.local_rank, _with_output(process, how)))
+        await self._end_sessions()
 
     def _record_ready(self) -> None:
         """One event for all standbys that were made together."""
@@ -234,12 +287,15 @@ class Standbys:
         if ready := self.samples():
             ranks = tuple(each.local_rank for each in ready)
             memory, gpu_memory = tuple(each.memory for each in ready), tuple(each.gpu_memory for each in ready)
-            self._record(events.StandbysReady(ranks, memory, gpu_memory, seconds))
+            self._record(events.StandbysReady(ranks, memory, gpu_memory, seconds, tuple(each.until for each in ready)))
 
     # taking -----------------------------------------------------------------------------------------------------------
 
     async def _spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
         pids: dict[int, int] = {}  # by index in `specs`
+        for spec in specs:
+            if spec.local_rank is not None:
+                self._feed(policy.WorkerStarting(spec.local_rank))
         try:
             chosen = {index: process for index, spec in enumerate(specs) if (process := self._fitting(spec))}
             await self._fork(specs, [index for index in range(len(specs)) if index not in chosen], pids)
@@ -249,7 +305,9 @@ class Standbys:
             for error in results.values():
                 if isinstance(error, BaseException):
                     raise error
-            self.taken = tuple(pids[index] for index in chosen if index in pids)
+            taken = [(index, process) for index, process in chosen.items() if index in pids]
+            self.taken = tuple(pids[index] for index, _ in taken)
+            self.taken_run_ahead = sum(process.until is StandbyUntil.ELASTIC for _, process in taken)
             await self._fork(specs, [index for index in chosen if index not in pids], pids)
         except BaseException:
             self.children.kill(pids.values())
@@ -294,6 +352,7 @@ class Standbys:
                 await send(process.control, self._spawner.request(spec))
                 reply = await receive(process.control)
         if reply == "taken":
+            self.children.spared.discard(process.pid)
             self._forget(process)
             self._feed(policy.Taken(process.local_rank))
             return process.pid
@@ -323,17 +382,16 @@ class Standbys:
             return
         for command in self._policy.on(event, self._loop.time()):
             match command:
-                case policy.Make(rank):
-                    self._run(self._make(rank))
+                case policy.Make(rank, until):
+                    self._run(self._make(rank, until))
                 case policy.Discard(rank):
                     if process := self._processes.get(rank):
                         self._end(process)
                     self._record_ready()
-                case policy.ReportFailure(rank, why, is_final, is_news):
-                    why = why or f"the warm-up took longer than {policy.WARM_UP_TIMEOUT_S:g} s"
-                    end = "; ripstop does not try again" if is_final else "; workers start without it"
+                case policy.ReportFailure(rank, why, is_final, is_news, until):
                     level = logging.WARNING if is_news else logging.DEBUG
-                    self._record(events.StandbyDiscarded(rank, f"{why}{end}"), level)
+                    text = f"{why or _too_slow(until)}; {CONSEQUENCES[until, is_final]}"
+                    self._record(events.StandbyDiscarded(rank, text), level)
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -358,6 +416,11 @@ class Standbys:
         if not process.has_ended.is_set():
             self._ending.add(process)
             os.killpg(process.pid, signal.SIGKILL)
+
+    async def _end_sessions(self) -> None:
+        if sessions := frozenset(self._ended_sessions):
+            await self.children.end_trees(sessions, 0.0, with_adopted=False)
+            self._ended_sessions -= sessions
 
     async def _wait_for_ends(self) -> None:
         """Wait for the standbys that were killed; not for one that hangs in the kernel, as with a lost GPU."""
@@ -387,8 +450,20 @@ def variable_set_by(script: Path | None) -> str:
     return next((match[match.lastindex or 0] for match in SETS_GPU_VARIABLE.finditer(text)), "")
 
 
-def _how_it_ended(end: ProcessExit) -> str:
+def _too_slow(until: StandbyUntil) -> str:
+    if until is StandbyUntil.SCRIPT:
+        return f"the warm-up took longer than {policy.WARM_UP_TIMEOUT_S:g} s"
+    return f"the script called no function with @train.elastic within {policy.RUN_AHEAD_TIMEOUT_S:g} s"
+
+
+def _with_output(process: _Process, why: str) -> str:
+    return f"{why} (its output is in {process.output})" if process.output else why
+
+
+def _how_it_ended(process: _Process, end: ProcessExit) -> str:
     if end.signal is None:
+        if process.until is StandbyUntil.ELASTIC and not process.was_ready:
+            return f"the script exited with code {end.exitcode} before it called a function with @train.elastic"
         return f"it exited with code {end.exitcode}"
     hint = " (if memory ran out, the kernel's log says so)" if end.signal == signal.SIGKILL else ""
     return f"it was killed by {signal.Signals(end.signal).name}{hint}"

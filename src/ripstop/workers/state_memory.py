@@ -43,6 +43,7 @@ MAX_NAMES = 16  # of States, for each rank
 MAX_NAME_CHARS = 64
 MAX_NUMBER = 1 << 48  # of a commit, or of its round; the coordinator has the same limits
 MAX_SLOTS = 16  # buffers of one State
+MAX_DESCRIPTORS = 128  # in a reply; the kernel passes at most 253 at once
 MAX_RANKS = 512  # whose buffers of one State a node can hold
 ACCEPT_RETRY_S = 1.0
 MAX_CONNECTIONS = 1024
@@ -196,7 +197,7 @@ class StateMemory:
                 found = self._buffers.get((rank, name), {})
                 return {"slots": list(found)}, list(found.values())
             case {"get": str(name)}:
-                return {"ranks": self._ranks(name)}, []
+                return self._all_buffers(name)
             case {"identity": None}:
                 self._rounds[connection] = worker.round
                 return self._identity(worker), []
@@ -250,6 +251,20 @@ class StateMemory:
         if self._saver is None or fd is None:
             return False
         return self._saver.request(worker.rank, worker.local_ranks, worker.world_size, name, slot, commit, fd)
+
+    def _all_buffers(self, name: str) -> tuple[dict[str, Any], list[int]]:
+        """The rank and slot of each buffer of this State, their descriptors, and the ranks that do not fit."""
+        places: list[tuple[int, int]] = []
+        fds: list[int] = []
+        more: list[int] = []
+        for rank in self._ranks(name):
+            slots = self._buffers[rank, name]
+            if len(fds) + len(slots) > MAX_DESCRIPTORS:
+                more.append(rank)
+            else:
+                places += [(rank, slot) for slot in slots]
+                fds += slots.values()
+        return {"buffers": places, "more": more}, fds
 
     def _ranks(self, name: str) -> list[int]:
         """The ranks whose buffers of this State are held."""

@@ -23,12 +23,10 @@ from ripstop.cli.chaos.experiment import (
     Tick,
 )
 from ripstop.cli.chaos.plan import Plan, ScheduledFault, find_target, make_schedule
-from ripstop.cli.commands.events import follow_events
+from ripstop.cli.commands.events import RETRY_S, follow_job
 from ripstop.cli.job_client import RunningJob
 from ripstop.model.errors import RipstopError
 from ripstop.model.event_json import from_json
-
-RETRY_S = 0.5
 
 
 def run_experiment(
@@ -79,22 +77,16 @@ class _ChaosDriver:
                     self._is_finished = True
 
     def _follow_events(self) -> None:
-        seen: set[tuple[str, int, float]] = set()  # a new coordinator has events that the old one had
         while not self._is_finished:
-            try:
-                for event in follow_events(self._job, 0):
-                    key = (event["node"], event["seq"], event["at"])
-                    record = from_json(json.dumps(event)) if key not in seen else None
-                    seen.add(key)
-                    if record is not None:
+            with suppress(RipstopError):  # the experiment has a time limit
+                for event in follow_job(self._find_again, 0):
+                    if (record := from_json(json.dumps(event))) is not None:
                         self._inputs.put(record)
-            except RipstopError:
-                self._find_again()
             time.sleep(RETRY_S)
 
-    def _find_again(self) -> None:
-        with suppress(RipstopError):  # the experiment has a time limit
-            self._job = self._find_job()
+    def _find_again(self) -> RunningJob:
+        self._job = self._find_job()
+        return self._job
 
     def _inject(self, fault: ScheduledFault) -> Injected:
         spec = fault.spec
@@ -112,7 +104,8 @@ class _ChaosDriver:
         try:
             status, usage = self._job.get("/status"), self._job.get("/usage")
         except RipstopError:
-            self._find_again()
+            with suppress(RipstopError):
+                self._find_again()
             return None
         ranks = usage["ranks"]
         return Sampled(

@@ -8,7 +8,15 @@ from typing import Any
 
 from ripstop.api.routes import MAX_TAIL_LINES
 from ripstop.cli.commands.events import follow_events
-from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand, RequestRejected, RunningJob
+from ripstop.cli.job_client import (
+    JOB_FLAGS,
+    JOB_HELP,
+    JobCommand,
+    JobUnreachable,
+    ParsedCommand,
+    RequestRejected,
+    RunningJob,
+)
 from ripstop.cli.options.flags import Flag
 from ripstop.model.errors import RipstopError, UsageError
 from ripstop.model.parsers import integer
@@ -50,11 +58,21 @@ def logs(command: ParsedCommand) -> int:
     if errors and not found:
         raise errors[0]
     if "--follow" in args:
-        return _follow(job, found, streams, tail, last_event if rank is None else None)
+        code = _follow(job, found, streams, tail, last_event if rank is None else None)
+        if _is_running(command):  # the streams have ended with their coordinator
+            raise JobUnreachable("the job's coordinator has moved to another node; run the command again")
+        return code
     lines = [_format(log["rank"], line, prefixed=rank is None) for log in found for line in log["text"].splitlines()]
     if lines or command.as_json:
         command.print("\n".join(lines), found)
     return 0
+
+
+def _is_running(command: ParsedCommand) -> bool:
+    try:
+        return bool(command.find_job().get("/status")["phase"] == "running")
+    except RipstopError:
+        return False
 
 
 def _read_tails(
@@ -79,7 +97,7 @@ def _follow(job: RunningJob, logs: list[dict[str, Any]], streams: list[str], tai
     for log in logs:
         followers.add(log["rank"], log["stream"], tail=tail)
     try:
-        for rank in _added_ranks(job, since, {log["rank"] for log in logs}) if since is not None else ():
+        for rank in _follow_added_ranks(job, since, {log["rank"] for log in logs}) if since is not None else ():
             for log in _read_tails(job, [rank], streams, 0)[0]:
                 followers.add(rank, log["stream"], offset=0)
     except RipstopError as error:
@@ -87,7 +105,7 @@ def _follow(job: RunningJob, logs: list[dict[str, Any]], streams: list[str], tai
     return followers.wait()
 
 
-def _added_ranks(job: RunningJob, since: int, known: set[int]) -> Iterator[int]:
+def _follow_added_ranks(job: RunningJob, since: int, known: set[int]) -> Iterator[int]:
     for event in follow_events(job, since):
         if event["kind"] == "workers_started":
             ranks = range(event["first_rank"], event["first_rank"] + len(event["pids"]))

@@ -43,7 +43,7 @@ from ripstop.cli.options.starters import STARTERS, user_key, with_starter
 from ripstop.cli.options.state import replication
 from ripstop.cli.options.tracing import tracing
 from ripstop.model import parsers
-from ripstop.model.config import API_PORT, STOP_SIGNALS, Backend, Etcd, Handler, Numa, RunConfig, Tls
+from ripstop.model.config import API_PORT, STOP_SIGNALS, Backend, Etcd, Handler, Numa, RunConfig, StandbyUntil, Tls
 from ripstop.model.errors import HelpRequested, UsageError
 from ripstop.model.round import Address
 
@@ -77,6 +77,8 @@ program
   --preload MODULE,…          modules that the zygote imports, or none (the script's imports)
   --standby N|auto|off        keep processes that have warmed up and replace failed workers: for N local ranks, or for
                               all where GPU memory is left (off)
+  --standby-until POINT       where standbys wait: script: before the script starts; elastic: after running it up to its
+                              function with @train.elastic (script)
   --standby-warmup MOD:FUNC   a function that standbys call with their local rank, after the built-in warm-up
   --role NAME                 the role of this node's workers (default)
   --numa-binding MODE         bind each worker to CPUs near its GPU: node, socket, exclusive or core-complex
@@ -205,6 +207,7 @@ FLAGS = (
     Flag("--start-method", "HOW", choices=("zygote", "exec")),
     Flag("--preload", "MODULE,…", ours=True),
     Flag("--standby", "N|auto|off", choices=("auto", "off"), ours=True),
+    Flag("--standby-until", "POINT", choices=tuple(until.value for until in StandbyUntil), ours=True),
     Flag("--standby-warmup", "MODULE:FUNCTION", ours=True),
     Flag("--role", "NAME"),
     Flag("--numa-binding", "MODE", choices=tuple(mode.value for mode in Numa)),

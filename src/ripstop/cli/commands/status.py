@@ -125,12 +125,17 @@ def _row(node: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _standbys(standbys: list[dict[str, Any]]) -> str:
-    """Their number and what they hold: `8 (0.1 GiB, GPUs 4.1 GiB)`."""
+    """Their number and what they hold: `8 (0.1 GiB, GPUs 4.1 GiB)`.
+
+    `8 elastic` or `8, 2 elastic`: all, or two, have run the script and wait at its function with `@train.elastic`.
+    """
     if not standbys:
         return "-"
     gpu_memory = sum(each["gpu_memory"] for each in standbys)
     on_gpus = f", GPUs {format_bytes(gpu_memory)}" if gpu_memory else ""
-    return f"{len(standbys)} ({format_bytes(sum(each['memory'] for each in standbys))}{on_gpus})"
+    run_ahead = sum(each["until"] == "elastic" for each in standbys)
+    until = "" if not run_ahead else " elastic" if run_ahead == len(standbys) else f", {run_ahead} elastic"
+    return f"{len(standbys)}{until} ({format_bytes(sum(each['memory'] for each in standbys))}{on_gpus})"
 
 
 def _duration(seconds: float) -> str:

@@ -250,7 +250,7 @@ def _show(context: str | None, pod: Json, tail: int, follow: bool) -> None:
     """A line is one write, so lines of several pods are not mixed."""
     name, where = pod["metadata"]["name"], pod["metadata"]["namespace"]
     try:
-        for line in PodStreams(context).log(where, name, _trainer(pod), tail=tail, follow=follow):
+        for line in PodStreams(context).log(where, name, _trainer_container_name(pod), tail=tail, follow=follow):
             sys.stdout.write(f"[{name}] {line}\n")
             sys.stdout.flush()
     except BrokenPipeError:
@@ -259,7 +259,7 @@ def _show(context: str | None, pod: Json, tail: int, follow: bool) -> None:
         print(f"ripstop kube logs: error: {error}", file=sys.stderr)
 
 
-def _trainer(pod: Json) -> str:
+def _trainer_container_name(pod: Json) -> str:
     return str(pod["spec"]["containers"][0]["name"])
 
 
@@ -274,7 +274,7 @@ def stacks(args: ParsedArguments, names: Sequence[str]) -> int:
     pod = running[0]
     command = [*ripstop_command(pod), "stacks", *ranks]
     streams = PodStreams(args.text("--context") or None)
-    code, out, err = streams.execute(here, pod["metadata"]["name"], _trainer(pod), command)
+    code, out, err = streams.execute(here, pod["metadata"]["name"], _trainer_container_name(pod), command)
     sys.stdout.write(out)
     sys.stderr.write(err)
     return code

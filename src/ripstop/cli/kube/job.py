@@ -33,8 +33,8 @@ job
   --without-operator KIND     create a `statefulset` or an indexed `job` and a service instead of an ElasticJob
 
 These flags of ripstop run become fields of the job: --nnodes, --nproc-per-node, --max-restarts, --restart-window,
---shutdown-timeout, --rdzv-conf, --standby, --rdzv-backend=etcd with --rdzv-endpoint.  Flags about the script and its
-output go into the command of the pods.
+--shutdown-timeout, --rdzv-conf, --standby, --standby-until, --rdzv-backend=etcd with --rdzv-endpoint.  Flags about the
+script and its output go into the command of the pods.
 """
 OWN_FLAGS = (
     Flag("--name", "NAME"),
@@ -51,7 +51,8 @@ OWN_FLAGS = (
     Flag("--without-operator", "KIND", choices=KINDS_WITHOUT_OPERATOR),
 )
 SPEC_FLAGS = (
-    *("--nnodes", "--nproc-per-node", "--max-restarts", "--restart-window", "--shutdown-timeout", "--standby"),
+    *("--nnodes", "--nproc-per-node", "--max-restarts", "--restart-window", "--shutdown-timeout"),
+    *("--standby", "--standby-until"),
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf"),
 )
 REJECTED_FLAGS = (
@@ -110,6 +111,8 @@ def _spec(args: ParsedArguments) -> dict[str, Any]:
         fields["shutdownTimeout"] = _whole(args, "--shutdown-timeout", 0, 86_400)
     if "--standby" in args:
         fields["standby"] = args.text("--standby")
+    if "--standby-until" in args:
+        fields["standbyUntil"] = args.text("--standby-until")
     if "--secret-name" in args:
         fields["secretName"] = args.text("--secret-name")
     if rendezvous := _rendezvous(args):

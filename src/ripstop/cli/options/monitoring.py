@@ -24,11 +24,11 @@ def health(args: ParsedArguments, conf_name: str, conf: Mapping[str, str], *, al
     if "--health-interval" in args:
         found = replace(found, interval=duration(*args.labelled("--health-interval"), positive=True))
     if "--health-check" in args:
-        found = replace(found, command=_command(*args.labelled("--health-check")))
+        found = replace(found, command=_parse_command(*args.labelled("--health-check")))
     return found
 
 
-def _command(name: str, text: str) -> tuple[str, ...]:
+def _parse_command(name: str, text: str) -> tuple[str, ...]:
     import shlex  # rarely needed
     import shutil
 

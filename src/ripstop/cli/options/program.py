@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from ripstop.cli.options.flags import ParsedArguments
-from ripstop.model.config import Entrypoint, Executable, Module, Script, Standby, StartMethod
+from ripstop.model.config import Entrypoint, Executable, Module, Script, Standby, StandbyUntil, StartMethod
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import duration, integer
 
@@ -75,14 +77,16 @@ def standby(args: ParsedArguments, entry: Entrypoint, start: StartMethod, slots:
     warm_up = ""
     if "--standby-warmup" in args:
         warm_up = standby_warm_up(*args.labelled("--standby-warmup"), entry)
-    found = standby_workers(*args.labelled("--standby", "off"), warm_up, entry, start, slots)
-    if warm_up and not found.count:
-        notes.append(f"{args.label('--standby-warmup')} has no effect without --standby")
+    until = standby_until(*args.labelled("--standby-until", "script"))
+    found = standby_workers(*args.labelled("--standby", "off"), Standby(0, False, warm_up, until), entry, start, slots)
+    if not found.count:
+        unused = (flag for flag in ("--standby-warmup", "--standby-until") if flag in args)
+        notes.extend(f"{args.label(flag)} has no effect without --standby" for flag in unused)
     return found
 
 
-def standby_workers(name: str, text: str, warm_up: str, entry: Entrypoint, start: StartMethod, slots: int) -> Standby:
-    """From `auto`, `off` or a number."""
+def standby_workers(name: str, text: str, base: Standby, entry: Entrypoint, start: StartMethod, slots: int) -> Standby:
+    """`base` with the number of standbys from `auto`, `off` or a number."""
     if text == "off":
         return Standby()
     if text == "auto":
@@ -93,7 +97,15 @@ def standby_workers(name: str, text: str, warm_up: str, entry: Entrypoint, start
     if count and start is StartMethod.EXEC:
         why = f"{entry.argv[0]} is no Python script" if isinstance(entry, Executable) else "--start-method is exec"
         raise UsageError(f"{name}={text}: standbys are forked, and {why}; leave {name} out")
-    return Standby(count, text == "auto", warm_up) if count else Standby()
+    return replace(base, count=count, auto=text == "auto") if count else Standby()
+
+
+def standby_until(name: str, text: str) -> StandbyUntil:
+    try:
+        return StandbyUntil(text)
+    except ValueError:
+        remedy = "script: they wait before the script; elastic: before its function with @train.elastic"
+        raise UsageError(f"{name}={text}: standbys run until script or elastic; write one of them ({remedy})") from None
 
 
 def standby_warm_up(name: str, text: str, entry: Entrypoint) -> str:

@@ -120,10 +120,10 @@ def _nodes(args: ParsedArguments, start: Start, notes: list[str]) -> str:
     least, most = node_range(*args.labelled("--nnodes"))
     flag = args.quoted("--nnodes")
     if not least <= start.nodes <= most:
-        apart = "--standalone for a job of its own on each node" if most == 1 else f"--nnodes={start.nodes}"
+        remedy = "--standalone for a job of its own on each node" if most == 1 else f"--nnodes={start.nodes}"
         raise UsageError(
-            f"{flag}: {start.starter} has started ripstop on {start.nodes} nodes; start it on as many as that, "
-            f"or write {apart}"
+            f"{flag}: {start.starter} has started ripstop on {start.nodes} nodes; write {remedy}, or start it on the "
+            "number of nodes in the flag"
         )
     if start.nodes < most:
         notes.append(f"{flag}: {start.starter} has given {start.nodes} nodes, so the job has at most {start.nodes}")

@@ -22,7 +22,7 @@ HELP = """\
   --gpus N                    GPUs of each node; each gets a worker
   --cpus N                    CPUs of each node (whole nodes: --exclusive)
   --memory SIZE               memory of each node, as in sbatch: 64G (with --cpus: the cluster's default; else all)
-  --drain TIME                send SIGTERM this long before the time limit, so that the script can save (off)
+  --drain TIME                send SIGTERM this long before the time limit, so that the job can save (off)
   --requeue                   start the job again after a preemption or a lost node; with --drain, also after its time
   --setup COMMAND             a shell command before the job, such as 'source .venv/bin/activate'
 
@@ -51,7 +51,7 @@ MAX_DRAIN_S = 65_535  # sbatch's own limit
 TIME = re.compile(r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}")
 SIZE = re.compile(r"[0-9]+[KMGT]?")
 REQUEUE = """\
-# 143: SIGTERM, at a preemption or before the time limit; Slurm does not requeue a job that ends then
+# exit code 143: the job was preempted, or is near its time limit. Slurm does not requeue it, so do it here
 [ "${code:-0}" != 143 ] || scontrol requeue "$SLURM_JOB_ID"
 exit "${code:-0}\""""
 SECRET = "export RIPSTOP_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')  # the job's secret, new in every run"

@@ -17,7 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ripstop.cli.commands.run import configure
-from ripstop.cli.options.program import default_shutdown_timeout, standby_warm_up, standby_workers
+from ripstop.cli.options.program import default_shutdown_timeout, standby_until, standby_warm_up, standby_workers
 from ripstop.cli.options.rendezvous import BACKENDS
 from ripstop.compat.launcher.handler_link import HANDLER_TIMEOUT_S
 from ripstop.compat.launcher.spawners import METHODS
@@ -58,8 +58,9 @@ class LaunchConfig:
     duplicate_stderr_filters: list[str] | None = None
     virtual_local_rank: bool = False
     shutdown_timeout: float | None = None
-    standby: int | str = "off"  # ripstop's own: `--standby` and `--standby-warmup` of `ripstop run`
+    standby: int | str = "off"  # ripstop's own: `--standby…` of `ripstop run`
     standby_warmup: str = ""
+    standby_until: str = "script"
 
     def __post_init__(self) -> None:
         if self.rdzv_timeout != -1:
@@ -108,7 +109,8 @@ def _standby(config: LaunchConfig, entry: Entrypoint, start: StartMethod, why_no
         raise ValueError(f"standby={text}: standbys are forked from a zygote, and {why_not}; leave standby out")
     try:
         warm_up = standby_warm_up("standby_warmup", config.standby_warmup, entry) if config.standby_warmup else ""
-        return standby_workers("standby", text, warm_up, entry, start, config.nproc_per_node)
+        settings = Standby(0, False, warm_up, standby_until("standby_until", config.standby_until))
+        return standby_workers("standby", text, settings, entry, start, config.nproc_per_node)
     except UsageError as error:
         raise ValueError(str(error)) from None
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 CHANNEL_FD_VARIABLE = "RIPSTOP_ZYGOTE"  # holds the number of the channel's file descriptor
 PADDING_VARIABLE = "RIPSTOP_PADDING"  # reserves space in /proc/PID/environ for the workers' own variables
 LENGTH_BYTES = 4
+CHECK = "check"  # to a standby: look now whether a file has changed
 MAX_CONTROL_BYTES = 1100  # for 253 descriptors, the most that the kernel passes at once
 
 

@@ -1,14 +1,18 @@
 """The standby's side: a forked process that warms up and waits just before the script's first line.
 
+With `--standby-until=elastic`, it goes on from there (`run_ahead.py`).
+
 Rules
 1.  It is forked and claimed like a worker, ends with the agent, and leads its own session.  It has the environment, the
     processors and the memory policy that are known of its local rank before a round.
-2.  The warm-up runs with low priority, and its output goes to stderr.  No code of the script runs.
+2.  The warm-up runs with low priority, and its output goes to stderr.  No code of the script runs in it.
 3.  What a warm-up changed in the process is restored: environment, working directory, umask, signal handlers,
     `sys.path`, excepthook, random states, process group.  A Python thread or a child process that it left, or a handler
     that cannot be restored, ends the standby.
 4.  The agent hands over the request for a worker.  The standby confirms it and becomes that worker, or says why not and
     exits: a module that the warm-up imported has changed on disk, the GPU is lost, a log file cannot be opened.
+5.  It takes 5 to 10 ms to look at 2000 files.  So when a worker has failed, the agent asks for that at once, while the
+    coordinator decides.  The result is valid for `CHECK_VALID_S`.
 """
 
 # Pathlib is slow to import, and every worker would import it.
@@ -21,9 +25,10 @@ import _thread
 import gc
 import os
 import sys
+import time
 
 from ripstop.workers.zygote import title, warmups
-from ripstop.workers.zygote.channel import Channel
+from ripstop.workers.zygote.channel import CHECK, Channel
 from ripstop.workers.zygote.preload import file_identity
 
 TYPE_CHECKING = False
@@ -33,10 +38,21 @@ if TYPE_CHECKING:
     from ripstop.workers.zygote.worker_setup import Worker
 
 LOWEST_PRIORITY = 19
+CHECK_VALID_S = 1.0
 
 
-def wait_at_gate(worker: Worker) -> dict[str, Any]:
-    """Warm up and wait; return the round's request, with the worker's streams opened."""
+class WarmStandby:
+    """What a standby has after its warm-up."""
+
+    def __init__(self, control: Channel, before: Surroundings, priority: Priority, gpu_memory: int) -> None:
+        self.control = control
+        self.before = before
+        self.priority = priority
+        self.gpu_memory = gpu_memory
+
+
+def warm_up(worker: Worker) -> WarmStandby:
+    """Run the warm-up, and undo what it changed; the priority stays low."""
     control = Channel(worker.fds.pop())
     title.rename_process(title.STANDBY)
     own_path = worker.zygote.preload.first_path()
@@ -56,16 +72,29 @@ def wait_at_gate(worker: Worker) -> dict[str, Any]:
     except BaseException as error:
         exit_unless(pid)
         give_up(control, "failed", f"the warm-up failed: {describe(error)}")
-    priority.restore()
-    files = {path: file_identity(path) for path in before.new_files()}
-    memory = private_memory()
-    control.send({"ready": {"memory": memory, "gpu_memory": gpu_memory}})
+    return WarmStandby(control, before, priority, gpu_memory)
+
+
+def wait(worker: Worker, warm: WarmStandby) -> dict[str, Any]:
+    """Wait before the script; return the round's request, with the worker's streams opened."""
+    warm.priority.restore()
+    files = {path: file_identity(path) for path in warm.before.new_files()}
+    warm.control.send({"ready": {"memory": private_memory(), "gpu_memory": warm.gpu_memory}})
+    return wait_for_request(worker, warm.control, files)
+
+
+def wait_for_request(worker: Worker, control: Channel, files: dict[str, tuple[int, int, int]]) -> dict[str, Any]:
+    """Return the round's request, with the worker's streams opened.  `files` are those that must not have changed."""
+    valid_until, changed = 0.0, ""
     try:
-        request, _ = control.receive()
+        while (request := control.receive()[0]) == CHECK:
+            changed = changed_file(worker, files)
+            valid_until = time.monotonic() + CHECK_VALID_S
     except (EOFError, ConnectionError):
         os._exit(0)
-    changed = next((path for path, identity in files.items() if file_identity(path) != identity), "")
-    if changed := changed or worker.zygote.preload.changed_file():
+    if time.monotonic() > valid_until:
+        changed = changed_file(worker, files)
+    if changed:
         give_up(control, "unfit", f"{changed} has changed since it was imported")
     try:
         warmups.check_gpu()
@@ -78,6 +107,12 @@ def wait_at_gate(worker: Worker) -> dict[str, Any]:
     control.send("taken")
     control.socket.close()
     return request  # type: ignore[no-any-return]
+
+
+def changed_file(worker: Worker, files: dict[str, tuple[int, int, int]]) -> str:
+    """A file that was imported and has changed since; or an empty text."""
+    changed = next((path for path, identity in files.items() if file_identity(path) != identity), "")
+    return changed or worker.zygote.preload.changed_file()
 
 
 def exit_unless(pid: int) -> None:
@@ -156,13 +191,21 @@ class Priority:
             os.setpriority(os.PRIO_PROCESS, 0, LOWEST_PRIORITY)
 
     def restore(self) -> None:
-        """In all threads: each has its own priority, inherited from the one that started it."""
-        for name in os.listdir("/proc/self/task"):
+        """In all threads and child processes: they have inherited the priority of the thread that started them."""
+        processes = [os.getpid()]
+        for pid in processes:
             try:
-                os.sched_setscheduler(int(name), self.policy, os.sched_param(0))
-                os.setpriority(os.PRIO_PROCESS, int(name), self.nice)
-            except OSError:  # the thread has ended
+                threads = os.listdir(f"/proc/{pid}/task")
+            except OSError:  # the process has ended
                 continue
+            for thread in threads:
+                try:
+                    os.sched_setscheduler(int(thread), self.policy, os.sched_param(0))
+                    os.setpriority(os.PRIO_PROCESS, int(thread), self.nice)
+                    with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                        processes += map(int, file.read().split())
+                except OSError:  # the thread has ended
+                    continue
 
 
 def can_raise_priority() -> bool:

@@ -45,6 +45,12 @@ def own_device() -> int:
     return int(os.environ["LOCAL_RANK"])
 
 
+def visible_device(torch: Any) -> int:
+    """The index of this worker's GPU; the current one, if the script itself has made fewer GPUs visible."""
+    device = own_device()
+    return device if device < torch.cuda.device_count() else int(torch.cuda.current_device())
+
+
 def gpu_warm_up(torch: Any, device: int) -> int:
     """Initialise this worker's GPU; return the bytes of its memory that this process holds, as far as NVML tells."""
     if not torch.cuda.is_available() or device >= torch.cuda.device_count():
@@ -111,4 +117,4 @@ def check_gpu() -> None:
     """Raise an error if the GPU that was warmed up is lost."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.synchronize(own_device())
+        torch.cuda.synchronize(visible_device(torch))

@@ -20,11 +20,14 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
 TORCH_EXCEPTHOOK_MODULE = "torch.distributed.distributed_c10d"
 RECORDER_BACKLOG = 128
 failed_pids: list[int] = []  # the process, once an exception has ended its script
+error_file_path: str | None = None  # set for each round
+on_exception: Callable[[BaseException], None] | None = None  # in a standby that runs the script
 
 
 def reopen_stream(fd: int) -> None:
@@ -54,24 +57,26 @@ def reseed() -> None:
         threading.main_thread()._set_native_id()
 
 
-def install_excepthook(error_file: str | None, import_root: str) -> None:
+def install_excepthook(import_root: str) -> None:
     """Write an uncaught exception to the error file, in the format of torch's `record`, unless the file exists."""
-    if error_file is None:
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return
     show = sys.__excepthook__
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if isinstance(error, Exception) and not os.path.exists(error_file):
+        if isinstance(error, Exception) and error_file_path is not None and not os.path.exists(error_file_path):
             sys.path.insert(0, import_root)
             try:
                 from ripstop.workers import error_file as writer
 
-                writer.write(error_file, writer.describe(error))
+                writer.write(error_file_path, writer.describe(error))
             except Exception:  # best effort: Python prints the exception in any case
                 pass
             finally:
                 sys.path.remove(import_root)
         show(kind, error, trace)
+        if on_exception is not None:
+            on_exception(error)
         caller = sys._getframe()
         while caller.f_back is not None:
             caller = caller.f_back

@@ -16,7 +16,7 @@ import gc
 import os
 import sys
 
-from ripstop.workers.zygote import standby, title, worker_hooks
+from ripstop.workers.zygote import run_ahead, standby, title, worker_hooks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -46,10 +46,11 @@ class Worker:
         self.request = request
         self.fds = fds
         self.go_pipe = go_pipe
-        self.streams: dict[int, int] = {}
+        self.streams: dict[int, int]  # by number of the stream
         self.open_streams(request)
 
     def open_streams(self, request: dict[str, Any]) -> None:
+        self.streams = {}
         for number, path in ((1, request["stdout"]), (2, request["stderr"])):
             if path is not None:
                 no_follow = 0 if path.startswith("/dev/") else os.O_NOFOLLOW
@@ -73,10 +74,14 @@ class Worker:
             case "run":
                 self._prepare_script()
             case "standby":
-                self.request = standby.wait_at_gate(self)
+                warm = standby.warm_up(self)
+                runs_ahead = self.request["shadowed"] is not None
+                self.request = run_ahead.prepare_run_ahead(self, warm) if runs_ahead else standby.wait(self, warm)
                 self._set_environment()
                 self._redirect()
                 self._prepare_script()
+                if runs_ahead:
+                    title.rename_process(run_ahead.TITLE)
             case "exec":
                 self.zygote.title.show(self.request["argv"])
                 self._exec(self.request["argv"])
@@ -133,19 +138,36 @@ class Worker:
         args = self.request["args"]
         sys.argv[1:] = args
         sys.orig_argv[len(sys.orig_argv) - self.request["zygote_args"] :] = args
-        self.zygote.title.show(sys.orig_argv)
-        self.zygote.title.show_environment()
         for number in self.streams:
             worker_hooks.reopen_stream(number)
         worker_hooks.reseed()
-        worker_hooks.install_excepthook(os.environ.get("TORCHELASTIC_ERROR_FILE"), self.zygote.import_root)
+        worker_hooks.install_excepthook(self.zygote.import_root)
+        self._install_round_hooks()
+        gc.enable()
+
+    def become_worker(self, request: dict[str, Any]) -> None:
+        """In a standby that has run the script up to its training function: take part in this round."""
+        self._redirect()
+        env, before = request["env"], self.request["env"]
+        for name in [name for name in before if name not in env]:
+            os.environ.pop(name, None)
+        for name, value in env.items():
+            if before.get(name) != value:
+                os.environ[name] = value
+        self.request = request
+        self._install_round_hooks()
+
+    def _install_round_hooks(self) -> None:
+        """Install what differs between rounds, and show the process title."""
+        self.zygote.title.show(sys.orig_argv)
+        self.zygote.title.show_environment()
+        worker_hooks.error_file_path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if self.request["stacks"]:
             worker_hooks.install_stack_dump(*self.request["stacks"])
         if self.request["exit_signal"]:
             worker_hooks.install_exit(self.request["exit_signal"])
         if self.request["recorder"] and "torch" in sys.modules:
             worker_hooks.serve_flight_recorder(self.request["recorder"])
-        gc.enable()
 
     def _exec(self, argv: list[str]) -> NoReturn:
         for fd in self.fds:
