@@ -51,14 +51,15 @@ class ElasticJob(Job):
         return [record["kept"] for record in records if record["kind"] == "recovered"]
 
     def signal_node(self, agent: Agent, signum: int) -> None:
-        for pid in children(agent.pid):
+        """The agent first: it must not report how its workers ended."""
+        for pid in tree(agent.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
 
-def children(pid: int) -> list[int]:
+def tree(pid: int) -> list[int]:
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [each for child in text.split() for each in children(int(child))] + [pid]
+    return [pid] + [each for child in text.split() for each in tree(int(child))]
 
 
 @pytest.fixture
