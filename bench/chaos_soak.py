@@ -30,6 +30,7 @@ from pathlib import Path
 import psutil
 
 NODES = 3
+RUN_ID = f"soak-{os.getpid()}"  # several soaks can run side by side
 HEAL_WITHIN_S = 120
 STOP_TIMEOUT_S = 60.0
 LOOK_INTERVAL_S = 2.0
@@ -104,7 +105,7 @@ class Node:
     def __init__(self, number: int, folder: Path, endpoint: str) -> None:
         self.number = number
         self._command = [sys.executable, "-m", "ripstop", "run", f"--nnodes={NODES}", "--nproc-per-node=1"]
-        self._command += ["--rdzv-backend=c10d", "--rdzv-id=soak", f"--rdzv-endpoint={endpoint}", "--allow-chaos"]
+        self._command += ["--rdzv-backend=c10d", f"--rdzv-id={RUN_ID}", f"--rdzv-endpoint={endpoint}", "--allow-chaos"]
         self._command += ["--max-restarts=100000", "--restart-backoff=0", f"--log-dir={folder / 'logs'}"]
         self._command += [str(folder / "train.py")]
         self._env = {**os.environ, "SOAK_STEPS": str(folder / "steps"), "RIPSTOP_TOKEN": "soak", "OMP_NUM_THREADS": "1"}
@@ -167,7 +168,7 @@ def run(folder: Path, faults: int, seed: int) -> dict[str, object]:
     looks: list[list[dict[str, int]]] = [[] for _ in nodes]
     seen: set[int] = set()
     try:
-        command = [sys.executable, "-m", "ripstop", "chaos", "--job=soak", f"--plan={folder / 'plan.toml'}"]
+        command = [sys.executable, "-m", "ripstop", "chaos", f"--job={RUN_ID}", f"--plan={folder / 'plan.toml'}"]
         command += [f"--seed={seed}", f"--report={folder / 'report.json'}"]
         env = {**os.environ, "RIPSTOP_TOKEN": "soak"}
         wait_for_training(folder)
