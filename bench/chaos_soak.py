@@ -32,6 +32,7 @@ import psutil
 NODES = 3
 RUN_ID = f"soak-{os.getpid()}"  # several soaks can run side by side
 HEAL_WITHIN_S = 120
+START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
 LOOK_INTERVAL_S = 2.0
 PLAN = """
@@ -210,10 +211,11 @@ def run(folder: Path, faults: int, seed: int) -> dict[str, object]:
 
 
 def wait_for_training(folder: Path) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + START_TIMEOUT_S
     while not (folder / "steps").exists():
         if time.monotonic() > deadline:
-            sys.exit("the job did not start to train within 120 s")
+            logs = "".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("agent-*.log"))
+            sys.exit(f"the job did not start to train within {START_TIMEOUT_S:g} s\n{logs}")
         time.sleep(0.1)
 
 
