@@ -137,7 +137,9 @@ def test_a_python_block_runs(block: Block, tmp_path: Path) -> None:
         run([sys.executable, str(script)], tmp_path)
 
 
-@pytest.mark.parametrize("page", SHELL_PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.long] * (page == "examples.md")) for page in SHELL_PAGES]
+)
 def test_a_pages_commands_run(page: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     commands = "".join(block.code for block in blocks(page) if block.language == "bash" and block.marked)

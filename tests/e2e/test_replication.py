@@ -105,6 +105,7 @@ def test_a_lost_node_s_shard_comes_from_its_partner(job: ReplicatedJob) -> None:
     assert wait_for_copies(job, after=lost_at) > lost_at, "the new round has copies, too"
 
 
+@pytest.mark.long
 def test_a_job_after_another_s_checkpoints_has_copies_too(job: ReplicatedJob, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     (directory / "state" / "commit-000007-000000000042").mkdir(parents=True)  # damaged, but its round counts
@@ -119,6 +120,7 @@ def test_a_job_after_another_s_checkpoints_has_copies_too(job: ReplicatedJob, tm
     assert [event["source"] for event in starts].count("peer") == 1
 
 
+@pytest.mark.long
 def test_copies_outlive_a_restart_of_the_workers(job: ReplicatedJob) -> None:
     job.nodes = 3
     agents = start_all(job, PAUSE_S="0.1")
@@ -156,6 +158,7 @@ def test_a_job_that_ends_leaves_no_replicator(job: ReplicatedJob) -> None:
     assert text.count(kind(StateReplicated(1, "", 0, 0))) == 1, "the job had copies"
 
 
+@pytest.mark.long
 def test_without_replication_the_loss_of_a_node_loses_the_state(job: ReplicatedJob) -> None:
     agents = start_all(job, "--replicate=off")
     job.steps(job.nodes)

@@ -63,6 +63,7 @@ def test_a_crash_on_three_nodes_names_the_exception_and_folds_its_victims(job: J
         assert text in page, text
 
 
+@pytest.mark.long
 def test_a_hang_names_the_rank_that_the_others_wait_for_with_its_stack(job: Job) -> None:
     env = {"FAULTS": "hang:1:20", "STEPS": "40", "STEP_S": "0.01"}
     agent = job.run("--standalone", "--nproc-per-node=2", "--hang-timeout=5", TORCH, str(REPORTED), env=env)

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.e2e.harness import SCRIPTS, Agent, Job, alive, wait_until
-from tests.e2e.test_elastic import children
+from tests.e2e.test_elastic import tree
 from tests.e2e.test_standby import events, metrics_of, of, standbys, status
 
 SCRIPT = SCRIPTS / "run_ahead.py"
@@ -144,11 +144,11 @@ def test_its_rank_and_the_number_of_ranks_may_have_changed_since_it_was_made(job
     made = {job.wait_for(event="start", standby="1", world=3, rank=rank)["pid"]: rank for rank in range(3)}
     wait_until(lambda: len(events(job, "standbys_ready")) >= 3 or None, why=job.describe)
     workers = {rank: job.wait_for(event="step", world=3, rank=rank, step=5)["pid"] for rank in range(3)}
-    nodes = {rank: next(agent for agent in agents if pid in children(agent.pid)) for rank, pid in workers.items()}
+    nodes = {rank: next(agent for agent in agents if pid in tree(agent.pid)) for rank, pid in workers.items()}
     lost = next(rank for rank in (1, 0) if "joined" not in nodes[rank].err)  # not the coordinator's node
     (shadow,) = of(nodes[2])
     assert made[shadow] == 2
-    for pid in children(nodes[lost].pid):
+    for pid in tree(nodes[lost].pid):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     nodes[lost].wait()
@@ -204,7 +204,7 @@ def test_a_script_that_does_not_reach_its_function_is_reported_and_the_job_recov
 def test_a_killed_agent_leaves_no_standby_and_no_child_of_one(job: AheadJob) -> None:
     agent = job.train(*FLAGS, BEFORE="import subprocess; subprocess.Popen(['sleep', '600'])")
     waiting = job.wait_ready()
-    below = [pid for standby in waiting for pid in children(standby) if pid not in waiting]
+    below = [pid for standby in waiting for pid in tree(standby) if pid not in waiting]
     assert len(below) == 2
     agent.process.kill()
     agent.wait()
@@ -216,7 +216,7 @@ def test_a_killed_agent_leaves_no_standby_and_no_child_of_one(job: AheadJob) -> 
 def test_a_stopped_job_leaves_no_standby_and_no_child_of_one(job: AheadJob) -> None:
     agent = job.train(*FLAGS, BEFORE="import subprocess; subprocess.Popen(['sleep', '600'], process_group=0)")
     waiting = job.wait_ready()
-    below = [pid for standby in waiting for pid in children(standby) if pid not in waiting]
+    below = [pid for standby in waiting for pid in tree(standby) if pid not in waiting]
     agent.signal(signal.SIGTERM)
     assert agent.wait() == 143
     assert len(below) == 2 and not any(map(alive, below))

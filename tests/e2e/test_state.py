@@ -63,6 +63,7 @@ def test_a_step_without_a_commit_on_every_rank_is_repeated_with_the_same_result(
         assert set(steps(found[rank])) == set(steps(right[rank]))
 
 
+@pytest.mark.long
 def test_ranks_commit_after_the_same_steps_if_the_interval_is_a_time(job: Job, right: list[list[str]]) -> None:
     found = train(job, "found", kills="1:20:before,0:45:before", EVERY="10ms")
     assert starts(found[0]) == starts(found[1])

@@ -83,6 +83,7 @@ def savers(agent: Agent) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_a_killed_saver_costs_one_checkpoint(job: DiskJob) -> None:
     agent = job.start("found", *job.flags, STEPS="1000000")
     (saver,) = wait_until(lambda: savers(agent) or None, why=job.describe)
@@ -97,6 +98,7 @@ def test_a_killed_saver_costs_one_checkpoint(job: DiskJob) -> None:
     assert all(name.startswith("commit-") for name in names)
 
 
+@pytest.mark.long
 def test_state_that_is_equal_on_several_nodes_is_saved_once_and_restored_by_all(job: DiskJob) -> None:
     def node(steps: int) -> Agent:
         env = {"LOSSES": str(job.folder / "found"), "KILLS": "", "STEPS": str(steps)}

@@ -50,6 +50,7 @@ def job(tmp_path: Path) -> Iterator[StateJob]:
         yield job
 
 
+@pytest.mark.long
 def test_a_lost_node_comes_back_and_receives_the_state(job: StateJob) -> None:
     first = job.start("2", HOLDS="5:2")
     first.wait_for_log("joined")

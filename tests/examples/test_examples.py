@@ -37,7 +37,7 @@ def kill_worker(agent: Agent, rank: int) -> int:
     return len(agent.out)
 
 
-@pytest.mark.parametrize("script", ["ddp_resume.py", "fsdp_reshard.py"])
+@pytest.mark.parametrize("script", ["ddp_resume.py", pytest.param("fsdp_reshard.py", marks=pytest.mark.long)])
 def test_training_goes_on_from_its_checkpoint_when_a_worker_is_killed(job: Job, script: str) -> None:
     checkpoint = f"--checkpoint={job.folder / 'checkpoint'}"
     agent = job.run(*TWO_WORKERS, str(EXAMPLES / script), checkpoint, "--steps=60")
@@ -48,7 +48,7 @@ def test_training_goes_on_from_its_checkpoint_when_a_worker_is_killed(job: Job, 
     assert re.search(r"step +60 .* saved", agent.out)
 
 
-@pytest.mark.parametrize("script", ["ddp_resume.py", "fsdp_reshard.py"])
+@pytest.mark.parametrize("script", ["ddp_resume.py", pytest.param("fsdp_reshard.py", marks=pytest.mark.long)])
 def test_training_goes_on_from_its_checkpoint_with_more_nodes_and_with_fewer(job: Job, script: str) -> None:
     words = (str(EXAMPLES / script), f"--checkpoint={job.folder / 'checkpoint'}", "--steps=1000000", "--step-time=0.01")
     first, second = node(job, *words), node(job, *words)

@@ -60,6 +60,7 @@ def cluster(tmp_path: Path) -> Iterator[DiskCluster]:
         yield cluster
 
 
+@pytest.mark.long
 def test_sharded_state_of_several_nodes_is_restored_by_other_numbers_of_ranks(cluster: DiskCluster) -> None:
     before = check(cluster.run_on_disk(sharded, "aab", 12))
     ends = {at + 1: end for at, end in enumerate(before[0]["ends"])}
@@ -103,6 +104,7 @@ print(loaded["step"])
 """
 
 
+@pytest.mark.long
 def test_plain_dcp_reads_sharded_state_of_several_nodes(cluster: DiskCluster, tmp_path: Path) -> None:
     before = check(cluster.run_on_disk(sharded, "aab", 12))
     newest = cluster.saved()[0]

@@ -113,6 +113,7 @@ def test_four_ranks_then_three_then_four_continue_with_the_same_state(cluster: C
     assert {each["from"] for each in three} == {"peer"}
 
 
+@pytest.mark.long
 def test_another_mesh_of_as_many_ranks_and_no_sharding_continue_with_the_same_state(cluster: Cluster) -> None:
     before = check(cluster.run(sharded, "aaaa", 3))
     for nodes, mesh in (("aaaa", (2, 2)), ("aa", (1, 2)), ("a", None)):

@@ -293,6 +293,7 @@ def _unnamed_file(directory: Path) -> BinaryIO:
 
 
 def _is_in_memory(fd: int) -> bool:
+    """Whether this directory is in memory: the fault must fill a disk, and nothing else."""
     device = os.fstat(fd).st_dev
     for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
         fields = line.split()

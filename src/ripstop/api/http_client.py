@@ -50,7 +50,7 @@ class Request(Struct, frozen=True):
 
 def send(connect: Connect, request: Request, *, timeout_s: float, max_bytes: int) -> bytes:
     """Return the body of the reply.  Raises `ErrorReply`, `OSError` or `http.client.HTTPException`."""
-    with _reply(connect, request, timeout_s) as (response, _):
+    with _http_reply(connect, request, timeout_s) as (response, _):
         content = response.read(max_bytes + 1)
         if len(content) > max_bytes:
             raise http.client.HTTPException(f"the reply is larger than {max_bytes} bytes")
@@ -61,14 +61,14 @@ def stream_lines(
     connect: Connect, request: Request, *, timeout_s: float, idle_timeout_s: float | None
 ) -> Iterator[str]:
     """Yield the lines of a stream until it ends.  `idle_timeout_s` is the longest silence; None: no limit."""
-    with _reply(connect, request, timeout_s) as (response, reader):
+    with _http_reply(connect, request, timeout_s) as (response, reader):
         reader.wait_at_most(idle_timeout_s)
         while line := response.readline(MAX_LINE_BYTES):
             yield line.decode("utf-8", "replace").rstrip("\n")
 
 
 @contextmanager
-def _reply(
+def _http_reply(
     connect: Connect, request: Request, timeout_s: float
 ) -> Iterator[tuple[http.client.HTTPResponse, "_Reader"]]:
     deadline = time.monotonic() + timeout_s

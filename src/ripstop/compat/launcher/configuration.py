@@ -1,4 +1,4 @@
-"""From a `LaunchConfig` to the engine's `RunConfig`, and to its source of log files.
+"""From a `LaunchConfig` to the engine's `RunConfig`.
 
 The settings become the flags of `ripstop run` and go through the same parser, so every setting has one meaning.
 """
@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
@@ -19,14 +18,13 @@ from msgspec.structs import replace
 from ripstop.cli.commands.run import configure
 from ripstop.cli.options.program import default_shutdown_timeout, standby_until, standby_warm_up, standby_workers
 from ripstop.cli.options.rendezvous import BACKENDS
+from ripstop.compat.launcher.custom_logs import is_custom
 from ripstop.compat.launcher.handler_link import HANDLER_TIMEOUT_S
 from ripstop.compat.launcher.spawners import METHODS
 from ripstop.compat.multiprocessing import DefaultLogsSpecs, LogsSpecs
 from ripstop.compat.rendezvous import rendezvous_handler_registry
-from ripstop.logs.plugin import PluginLogs
-from ripstop.model.config import Entrypoint, Executable, Logs, Module, RunConfig, Script, Standby, StartMethod
-from ripstop.model.errors import StartError, UsageError
-from ripstop.model.round import Place
+from ripstop.model.config import Entrypoint, Executable, Module, RunConfig, Script, Standby, StartMethod
+from ripstop.model.errors import UsageError
 
 log = logging.getLogger("ripstop.compat")
 
@@ -205,38 +203,3 @@ def _entry(entrypoint: str, args: Sequence[Any]) -> Entrypoint:
         case [sys.executable, "-u", path, *rest] if not path.startswith("-"):
             return Script(path, tuple(rest))
     return Executable((entrypoint, *texts))
-
-
-# log files ------------------------------------------------------------------------------------------------------------
-
-
-def is_custom(specs: Any) -> bool:
-    """Whether it has its own `reify`.  `DefaultLogsSpecs`, ripstop's and torch's, are only settings."""
-    return type(specs).__name__ != "DefaultLogsSpecs"  # a subclass is custom
-
-
-class CustomLogs:
-    """The program's own `LogsSpecs` as the source of log files: calls `reify` in this process for every round."""
-
-    def __init__(self, specs: Any, logs: Logs, role: str) -> None:
-        self._specs = specs
-        self._logs = logs
-        self._role = role
-
-    async def round_logs(self, job: Path, place: Place, envs: Mapping[int, Mapping[str, str]]) -> PluginLogs:
-        variables = {rank: dict(env) for rank, env in envs.items()}
-        try:
-            dest = self._specs.reify(variables)
-        except Exception as error:
-            name = type(self._specs).__name__
-            raise StartError(f"{name}.reify failed: {type(error).__name__}: {error}; correct it") from error
-        reply: dict[str, Any] = {
-            name: {str(rank): path for rank, path in getattr(dest, name).items()}
-            for name in ("stdouts", "stderrs", "tee_stdouts", "tee_stderrs", "error_files")
-        }
-        reply |= {"filtered_stdout": dest.filtered_stdout, "filtered_stderr": dest.filtered_stderr}
-        reply["envs"] = {str(rank): {key: str(value) for key, value in env.items()} for rank, env in variables.items()}
-        return PluginLogs(job, self._logs, place, self._role, reply)
-
-    def close(self) -> None:
-        """There is nothing to free."""

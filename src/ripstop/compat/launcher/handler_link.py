@@ -104,7 +104,7 @@ class HandlerLink:
     def __init__(self, make: Callable[[], Any], config: RunConfig) -> None:
         self._make = make
         self._config = config
-        self._calls = _Thread()
+        self._calls = _HandlerThread()
         self._handler: Any = None
         self._listener: Listener | None = None
         self._task: asyncio.Task[None] | None = None
@@ -368,7 +368,7 @@ def _own_address(endpoint: str) -> str:
     return "127.0.0.1"
 
 
-class _Thread:
+class _HandlerThread:
     """Runs calls one at a time in a daemon thread: a handler may block for a long time."""
 
     def __init__(self) -> None:

@@ -24,7 +24,8 @@ from ripstop import launch
 from ripstop.agent.machine_io import ExitAgent
 from ripstop.compat.agent.health_check import HealthCheckServer
 from ripstop.compat.events import get_logging_handler
-from ripstop.compat.launcher.configuration import CustomLogs, LaunchConfig, is_custom
+from ripstop.compat.launcher.configuration import LaunchConfig
+from ripstop.compat.launcher.custom_logs import CustomLogs, is_custom
 from ripstop.compat.launcher.event_thread import EventThread
 from ripstop.compat.launcher.handler_link import link_to_handler
 from ripstop.compat.launcher.spawners import CommandSpawner, FunctionSpawner
