@@ -607,6 +607,8 @@ class SuccessionWorld:
                 case Reply(message):
                     if process.connection:
                         self._send(process.connection, SERVER, message)
+                        if isinstance(message, Promise):
+                            process.search.on_promised()
                 case Accept() if process.connection:
                     if not process.is_accepted:
                         process.is_accepted = True
@@ -658,7 +660,10 @@ class SuccessionWorld:
 
     def _waited(self, process: Process, connection: Connection) -> None:
         if process.alive and process.connection is connection and not process.is_accepted:
-            self._leave_candidate(process, process.search.on_failed())
+            if wait := process.search.extra_wait():
+                self.at(self.now + wait * self.patience, self._waited, process, connection)
+            else:
+                self._leave_candidate(process, process.search.on_failed())
 
     def _redirected(self, process: Process, connection: Connection) -> None:
         if process.alive and process.connection is connection and not process.is_accepted:

@@ -52,6 +52,11 @@ def test_schedules_of_fixed_defects_come_to_rest(seed: int) -> None:
     world.check(seed)
 
 
+def test_a_coordinator_keeps_the_voters_that_have_just_elected_it() -> None:
+    """In this schedule, a voter's wait at the candidate ends between its promise and the election."""
+    succession_world.check(1_006_994)
+
+
 @pytest.mark.parametrize("kind", [World, StateWorld])
 def test_a_seed_is_a_schedule(kind: type[World]) -> None:
     transcripts: list[list[str]] = [[], []]

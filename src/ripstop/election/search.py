@@ -5,8 +5,9 @@ the same successor; one that closed the connection is tried again first, to lear
 agent waits long at the first candidate that it reaches and short at the others, so that agents at different candidates
 meet.  Once a majority suffices, the short wait doubles with every full turn without a coordinator, up to the long wait,
 and then starts again at the short one: a majority may be able to reach only a later candidate, and to meet there, its
-agents must stay longer.  (3) A redirect goes to an address of the list only, and more redirects in a row than the list
-is long are delayed.
+agents must stay longer.  An agent that has promised its vote stays a short wait longer, once: the candidate may be
+elected at this moment, and needs the agent then.  (3) A redirect goes to an address of the list only, and more
+redirects in a row than the list is long are delayed.
 """
 
 RETRY_DELAY_S = 0.2  # after all addresses have failed
@@ -31,6 +32,7 @@ class Search:
         self._redirects = 0
         self._turns = 0  # through the list, without a coordinator
         self._has_waited = False  # in this turn, at a candidate
+        self._has_promised = False  # at this candidate, since the last wait
         self._rechecks = 0  # how often a coordinator that closed the connection is tried again
         self._is_silent = False  # the last coordinator was lost because it was silent
 
@@ -50,6 +52,15 @@ class Search:
         self._is_silent = is_silent
         if not is_silent:
             self._redirected, self._rechecks = self._leader, 1  # rule 1
+
+    def on_promised(self) -> None:
+        """This agent has promised its vote to the candidate."""
+        self._has_promised = True
+
+    def extra_wait(self) -> float:
+        """The wait at this candidate is over: how much longer to wait there."""
+        has_promised, self._has_promised = self._has_promised, False
+        return SHORT_WAIT * self._lease if has_promised else 0.0
 
     def on_failed(self, *, is_closed: bool = False) -> float:
         """The address cannot be reached, or its candidate was not elected: the delay before the next one.
@@ -90,6 +101,7 @@ class Search:
 
         `is_first_election`: before the first round all voters must be there, so the short wait does not grow.
         """
+        self._has_promised = False
         if not self._has_waited:
             self._has_waited = True
             return LONG_WAIT * self._lease

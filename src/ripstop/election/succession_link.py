@@ -21,7 +21,7 @@ from ripstop.model.config import Tls
 from ripstop.model.electorate import first_electorate
 from ripstop.model.events import Sink
 from ripstop.model.round import Address
-from ripstop.protocol.messages import Canvass, Closed, FromAgent, FromCoordinator, Office, Redirect, Renew
+from ripstop.protocol.messages import Canvass, Closed, FromAgent, FromCoordinator, Office, Promise, Redirect, Renew
 from ripstop.protocol.pacing import reconnect_spread_s
 from ripstop.transport.endpoint import Bound
 from ripstop.transport.link import Listener
@@ -190,7 +190,11 @@ class SuccessionLink:
         self._connect_later(delay + random.uniform(0.0, reconnect_spread_s(self._settings.max_nodes)))
 
     def _on_waited(self) -> None:
-        if not self._is_accepted:
+        if self._is_accepted:
+            return
+        if wait := self._search.extra_wait():
+            self._next_timer = self._loop.call_later(wait, self._on_waited)
+        else:
             self._connect_later(self._search.on_failed())
 
     def on_connected(self, link: WebSocketLink) -> None:
@@ -258,6 +262,8 @@ class SuccessionLink:
             match command:
                 case Reply(message):
                     link.send(message)
+                    if isinstance(message, Promise):
+                        self._search.on_promised()
                 case Accept() if not self._is_accepted:
                     self._accept()
         if self._voter_timer is not None:
