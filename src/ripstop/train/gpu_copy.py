@@ -7,7 +7,7 @@ any moment leaves a complete commit or none.  Rules
 2.  The training stream waits for the copy of whatever may change before the next optimizer step, such as the running
     means of batch norm.  These are small.
 3.  Before any optimizer's step, the training stream waits for the whole copy.
-4.  A tensor that was changed in place before that is noticed by its version, and the commit is withdrawn.
+4.  Another tensor that was changed in place before that is noticed by its version, and the commit is withdrawn.
 """
 
 import logging
@@ -62,7 +62,7 @@ class OverlappedCopy:
         self._buffer = buffer
         self._device = taken.tensors[on_gpu[0]].device
         self._tensors = [taken.tensors[number] for number in on_gpu]  # kept, so that their memory is not reused
-        self._versions = [tensor._version for tensor in self._tensors]
+        self._stable = [(tensor := taken.tensors[number], tensor._version) for number in on_gpu if number in stable]
         self._is_checked = False
         self._stage = _staged(taken, header)
         self._done = torch.cuda.Event()
@@ -95,7 +95,7 @@ class OverlappedCopy:
         if not self._is_checked:
             self._is_checked = True
             torch.cuda.current_stream(self._device).wait_event(self._done)
-            if [tensor._version for tensor in self._tensors] != self._versions:  # rule 4
+            if any(tensor._version != version for tensor, version in self._stable):  # rule 4
                 self._done.synchronize()
                 self._buffer.clear()
                 log.warning(
