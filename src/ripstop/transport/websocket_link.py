@@ -46,6 +46,7 @@ from ripstop.transport.tls import describe_tls_error
 FIRST_RETRY_DELAY_S = 0.05  # doubled up to a third of the lease
 MIN_CONNECT_TIMEOUT_S = 0.5
 MAX_ANSWERS_EVERY = 100
+SUSPENDED_SHARE = 0.1  # of the timeout: a timer that is later than this means that this process did not run
 MAX_ABORTED_HANDSHAKES = 4  # in a row; over TLS, they then count as a rejection
 
 Expected = TypeVar("Expected", messages.Challenge, messages.Welcome)
@@ -360,7 +361,7 @@ class _Heartbeats:
     def _on_silence_timer(self) -> None:
         now = self._loop.time()
         deadline = self._received_at + self._timeout
-        if now - self._silence_timer.when() > self._timeout / 2:
+        if now - self._silence_timer.when() > SUSPENDED_SHARE * self._timeout:
             # This process was suspended, or got no CPU: messages may wait in the socket, or no heartbeat was sent.
             self._send()
             deadline = max(deadline, now + self._interval)
