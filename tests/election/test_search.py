@@ -10,6 +10,7 @@ def test_an_agent_that_has_promised_its_vote_waits_a_little_longer_once() -> Non
     search.waiting_time(is_first_election=False)
     search.on_promised()
     assert search.extra_wait() == SHORT_WAIT * LEASE_S
+    search.on_promised()  # the candidate asks again
     assert search.extra_wait() == 0.0
 
 

@@ -409,19 +409,6 @@ def test_heartbeats_alone_keep_a_link_connected(harness: Any) -> None:
     asyncio.run(scenario())
 
 
-def test_a_link_of_a_large_job_stays_connected_with_few_answers(harness: Any) -> None:
-    async def scenario() -> None:
-        large = harness.serving(nodes=257, least=1, lease=0.9)
-        async with large as (coordinator, address), harness.linking(address) as (link, agent):
-            await agent.until(lambda a: a.count("linked") == 1)
-            link.send(harness.join("a", nodes=257, least=1))
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(agent.until(lambda a: a.count("unlinked") == 1), 4.0)
-            assert coordinator.forgotten == []
-
-    asyncio.run(scenario())
-
-
 def test_a_suspended_agent_does_not_take_the_coordinator_for_lost(harness: Any) -> None:
     async def scenario(address: Address) -> None:
         async with harness.linking(address) as (_, agent):

@@ -32,7 +32,8 @@ class Search:
         self._redirects = 0
         self._turns = 0  # through the list, without a coordinator
         self._has_waited = False  # in this turn, at a candidate
-        self._has_promised = False  # at this candidate, since the last wait
+        self._has_promised = False  # at this candidate
+        self._has_extended = False  # the wait at this candidate
         self._rechecks = 0  # how often a coordinator that closed the connection is tried again
         self._is_silent = False  # the last coordinator was lost because it was silent
 
@@ -59,8 +60,10 @@ class Search:
 
     def extra_wait(self) -> float:
         """The wait at this candidate is over: how much longer to wait there."""
-        has_promised, self._has_promised = self._has_promised, False
-        return SHORT_WAIT * self._lease if has_promised else 0.0
+        if not self._has_promised or self._has_extended:
+            return 0.0
+        self._has_extended = True
+        return SHORT_WAIT * self._lease
 
     def on_failed(self, *, is_closed: bool = False) -> float:
         """The address cannot be reached, or its candidate was not elected: the delay before the next one.
@@ -101,7 +104,7 @@ class Search:
 
         `is_first_election`: before the first round all voters must be there, so the short wait does not grow.
         """
-        self._has_promised = False
+        self._has_promised = self._has_extended = False
         if not self._has_waited:
             self._has_waited = True
             return LONG_WAIT * self._lease

@@ -47,15 +47,11 @@ class Hello(ProtocolMessage, frozen=True):
 
 
 class Welcome(ProtocolMessage, frozen=True):
-    """Coordinator: its proof; `lease` is the heartbeat timeout in seconds, `time` the coordinator's wall clock.
-
-    It answers one of `answers_every` heartbeats.
-    """
+    """Coordinator: its proof; `lease` is the heartbeat timeout in seconds, `time` the coordinator's wall clock."""
 
     proof: str
     lease: float
     time: float
-    answers_every: Int64 = 1
 
 
 class Rejected(ProtocolMessage, frozen=True):

@@ -7,7 +7,8 @@ any moment leaves a complete commit or none.  Rules
 2.  The training stream waits for the copy of whatever may change before the next optimizer step, such as the running
     means of batch norm.  These are small.
 3.  Before any optimizer's step, the training stream waits for the whole copy.
-4.  Another tensor that was changed in place before that is noticed by its version, and the commit is withdrawn.
+4.  Any other change in place before that is noticed by the tensor's version, and the commit is withdrawn.  If the
+    script steps on another stream than it commits on, rule 2 does not protect its tensors, and none may change.
 """
 
 import logging
@@ -62,12 +63,14 @@ class OverlappedCopy:
         self._buffer = buffer
         self._device = taken.tensors[on_gpu[0]].device
         self._tensors = [taken.tensors[number] for number in on_gpu]  # kept, so that their memory is not reused
-        self._stable = [(tensor := taken.tensors[number], tensor._version) for number in on_gpu if number in stable]
+        self._versions = [tensor._version for tensor in self._tensors]
+        self._is_stable = [number in stable for number in on_gpu]
         self._is_checked = False
         self._stage = _staged(taken, header)
         self._done = torch.cuda.Event()
         changing = [number for number in on_gpu if number not in stable]
         training, side = torch.cuda.current_stream(self._device), _side_stream(self._device)
+        self._training = training
         side.wait_stream(training)  # rule 1
         with torch.cuda.stream(side):
             staged = self._stage.to(self._device, non_blocking=True)
@@ -94,8 +97,11 @@ class OverlappedCopy:
         """The script is about to change its tensors: the training stream waits for the copy (rule 3)."""
         if not self._is_checked:
             self._is_checked = True
-            torch.cuda.current_stream(self._device).wait_event(self._done)
-            if any(tensor._version != version for tensor, version in self._stable):  # rule 4
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(self._done)
+            must_not_change = self._is_stable if stream == self._training else [True] * len(self._tensors)
+            found = zip(self._tensors, self._versions, must_not_change, strict=True)
+            if any(checked and tensor._version != version for tensor, version, checked in found):  # rule 4
                 self._done.synchronize()
                 self._buffer.clear()
                 log.warning(

@@ -30,7 +30,6 @@ from ripstop.protocol import secret
 from ripstop.protocol.codec import decode, encode
 from ripstop.protocol.limits import MAX_NAME, is_valid_name
 from ripstop.protocol.messages import Challenge, Hello, Rejected, Welcome
-from ripstop.protocol.pacing import answers_every
 from ripstop.transport.frames import close_frame, text_frame, upgrade_response
 from ripstop.transport.rejection_log import RejectionLog
 from ripstop.transport.websocket import AGENT_PATH, PREAUTH_HEADER
@@ -52,7 +51,6 @@ class AgentAuthentication:
         self._seat = seat  # this server's address, if the job has several
         self._run_id = settings.run_id
         self._lease = settings.timing.lease
-        self.answers_every = answers_every(settings.max_nodes, is_elected=settings.is_elected)
         self._has_ended = has_ended
         self._token = token
         self._rejections = rejections
@@ -90,8 +88,7 @@ class AgentAuthentication:
             self._log(host, hello, rejected)
             return rejected
         exchange = secret.Exchange(hello.run_id, hello.node, challenge.nonce, hello.nonce, self._seat)
-        proof = exchange.coordinator_proof(self._token)
-        return hello.node, Welcome(proof, self._lease, time.time(), self.answers_every)
+        return hello.node, Welcome(exchange.coordinator_proof(self._token), self._lease, time.time())
 
     def _check(self, hello: Hello, challenge: str) -> Rejected | None:
         if not all(text and is_valid_name(text) for text in (hello.run_id, hello.node, hello.nonce)):

@@ -4,8 +4,7 @@ It is a protocol of asyncio that reads WebSocket frames itself (`frames.py`), be
 them: no task, no queue and no timer belongs to a connection, and a heartbeat is neither decoded nor an event.  Rules:
 
 1.  An agent may only answer the challenge, until it has proven the job's secret (`agent_authentication.py`).
-2.  One of `answers_every` heartbeats (`protocol/pacing.py`) is answered at once, unless a message to the agent is still
-    queued.
+2.  A heartbeat is answered at once, unless a message to the agent is still queued.
 3.  No write waits.  An agent that does not read is disconnected when too much is queued for it.  An agent whose
     connection is closing has `FLUSH_TIMEOUT_S` seconds to read the rest.
 4.  An invalid frame ends only its connection.
@@ -63,7 +62,6 @@ class AgentConnection(asyncio.BufferedProtocol):
         self._frames = FrameReader()
         self._challenge = authentication.new_challenge()
         self._session: AgentSession | None = None  # from the proof to the end of the connection
-        self._unanswered = 0  # heartbeats
         self._flush_timer: asyncio.TimerHandle | None = None  # while the connection closes
 
     def start(self, key: str, received: bytes) -> None:
@@ -141,9 +139,7 @@ class AgentConnection(asyncio.BufferedProtocol):
     def _on_heartbeat(self) -> None:
         if self._session is not None:
             self._session.renew()
-            self._unanswered += 1
-            if self._unanswered >= self._authentication.answers_every and not self._transport.get_write_buffer_size():
-                self._unanswered = 0
+            if not self._transport.get_write_buffer_size():
                 self._transport.write(HEARTBEAT)
 
     def _on_text(self, text: str) -> None:

@@ -2,10 +2,9 @@
 
 It keeps the rules of `link.py`, and these:
 
-1.  The agent sends heartbeats, and the coordinator answers all or some of them (`protocol/pacing.py`).  The agent
-    reconnects if the coordinator sends nothing for too long: for a lease if all are answered.  If only some are
-    answered, the kernel closes the connection after a lease in which the coordinator's machine acknowledges nothing.
-    An agent whose own process was suspended meanwhile sends one heartbeat and waits for one heartbeat interval.
+1.  The agent sends heartbeats (`protocol/pacing.py`), which the coordinator answers.  It reconnects if the coordinator
+    sends nothing for a lease.  An agent whose own process was suspended meanwhile sends one heartbeat and waits for
+    one heartbeat interval.
 2.  The coordinator must prove the job's secret before the agent acts on a message.  With TLS, its certificate must be
     valid for the endpoint's name.
 3.  A rejection is final.  But a node that was connected once retries, because an unauthenticated peer may now have the
@@ -36,7 +35,7 @@ from ripstop.model.round import Address
 from ripstop.protocol import messages, secret
 from ripstop.protocol.codec import MAX_FRAME_BYTES, VersionMismatch, decode, encode
 from ripstop.protocol.messages import FROM_COORDINATOR, FromAgent, FromCoordinator, Heartbeat, Hello, Rejected
-from ripstop.protocol.pacing import heartbeat_interval_s, reconnect_spread_s, silence_timeout_s
+from ripstop.protocol.pacing import heartbeat_interval_s, reconnect_spread_s
 from ripstop.system.network import describe_network_error, enable_keepalive
 from ripstop.transport import websocket
 from ripstop.transport.link import Listener
@@ -45,8 +44,7 @@ from ripstop.transport.tls import describe_tls_error
 
 FIRST_RETRY_DELAY_S = 0.05  # doubled up to a third of the lease
 MIN_CONNECT_TIMEOUT_S = 0.5
-MAX_ANSWERS_EVERY = 100
-SUSPENDED_SHARE = 0.1  # of the timeout: a timer that is later than this means that this process did not run
+SUSPENDED_SHARE = 0.1  # of a lease: a timer that is later than this means that this process did not run
 MAX_ABORTED_HANDSHAKES = 4  # in a row; over TLS, they then count as a rejection
 
 Expected = TypeVar("Expected", messages.Challenge, messages.Welcome)
@@ -97,7 +95,6 @@ class WebSocketLink:
         self._token = token
         self._lease = lease  # after the first handshake, the coordinator's
         self._max_nodes = max_nodes
-        self._answers_every = 1  # heartbeats; after a handshake, the coordinator's
         self._listener: Listener | None = None
         self._task: asyncio.Task[None] | None = None
         self._outbox: websocket.Outbox | None = None  # while connected
@@ -248,10 +245,7 @@ class WebSocketLink:
             raise self._rejection("it does not have the job's secret; set the same RIPSTOP_TOKEN on every node")
         if not 0 < welcome.lease < 86400:
             raise ProtocolError(f"a lease is between 0 s and a day, received {welcome.lease}")
-        if not 0 < welcome.answers_every <= MAX_ANSWERS_EVERY:
-            every = welcome.answers_every
-            raise ProtocolError(f"a coordinator answers one of 1 to {MAX_ANSWERS_EVERY} heartbeats, received {every}")
-        self._lease, self._answers_every = welcome.lease, welcome.answers_every
+        self._lease = welcome.lease
         self._clock_offset = (sent_at + received_at) / 2 - welcome.time
 
     def _hello(self, challenge: str) -> Hello:
@@ -282,13 +276,9 @@ class WebSocketLink:
     ) -> None:
         self._outbox = websocket.Outbox(ws, partial(_shut_down, connection))
         writer = asyncio.create_task(self._outbox.run(), name="ripstop-to-coordinator")
-        interval = heartbeat_interval_s(self._lease, self._max_nodes)
-        silence_timeout = silence_timeout_s(self._lease, interval, self._answers_every)
-        if self._answers_every > 1:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * self._lease))
         heartbeats = _Heartbeats(
-            silence_timeout,
-            interval,
+            self._lease,
+            heartbeat_interval_s(self._lease, self._max_nodes),
             send=partial(self.send, Heartbeat()),
             on_expired=lambda: limit.reschedule(self._loop.time()),
         )
@@ -304,7 +294,7 @@ class WebSocketLink:
             if not heartbeats.expired:
                 raise
             self.is_lost_by_silence = True
-            why = f"the coordinator sent nothing for {silence_timeout:g} s"
+            why = f"the coordinator sent nothing for {self._lease:g} s"
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(websocket.FLUSH_TIMEOUT_S):
                     await ws.close(code=websocket.CLOSE_CODE_RETURNING)
@@ -331,19 +321,19 @@ class WebSocketLink:
 
 
 class _Heartbeats:
-    """Sends heartbeats, and detects that the coordinator sent nothing for a time."""
+    """Sends heartbeats, and detects that the coordinator sent nothing for a lease."""
 
     def __init__(
-        self, timeout: float, interval: float, *, send: Callable[[], None], on_expired: Callable[[], None]
+        self, lease: float, interval: float, *, send: Callable[[], None], on_expired: Callable[[], None]
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._timeout = timeout
+        self._lease = lease
         self._interval = interval
         self._send = send
         self._on_expired = on_expired
         self._received_at = self._loop.time()
         self._send_timer = self._loop.call_later(interval, self._on_send_timer)
-        self._silence_timer = self._loop.call_later(timeout, self._on_silence_timer)
+        self._lease_timer = self._loop.call_later(lease, self._on_lease_timer)
         self.expired = False
 
     def on_received(self) -> None:
@@ -352,21 +342,21 @@ class _Heartbeats:
 
     def stop(self) -> None:
         self._send_timer.cancel()
-        self._silence_timer.cancel()
+        self._lease_timer.cancel()
 
     def _on_send_timer(self) -> None:
         self._send()
         self._send_timer = self._loop.call_later(self._interval, self._on_send_timer)
 
-    def _on_silence_timer(self) -> None:
+    def _on_lease_timer(self) -> None:
         now = self._loop.time()
-        deadline = self._received_at + self._timeout
-        if now - self._silence_timer.when() > SUSPENDED_SHARE * self._timeout:
+        deadline = self._received_at + self._lease
+        if now - self._lease_timer.when() > SUSPENDED_SHARE * self._lease:
             # This process was suspended, or got no CPU: messages may wait in the socket, or no heartbeat was sent.
             self._send()
             deadline = max(deadline, now + self._interval)
         if deadline > now:
-            self._silence_timer = self._loop.call_at(deadline, self._on_silence_timer)
+            self._lease_timer = self._loop.call_at(deadline, self._on_lease_timer)
         else:
             self.expired = True
             self._on_expired()
