@@ -23,12 +23,8 @@ class HandoverWorld(SuccessionWorld):
 
     def __init__(self, seed: int, trace: Any = None) -> None:
         super().__init__(seed, trace)
-        self.queue, self.is_calm = [], True  # no other faults
-        self.hosts, self.seats = self.random.randint(3, 5), self.random.randint(2, 3)
         self.former: Process | None = None  # the coordinator that is cut off
-        for host in range(self.hosts):
-            self.at(self.random.random(), self._start, host)
-        self.at(2.0, self._stop_faults)
+        self._begin_without_faults(hosts=self.random.randint(3, 5), seats=self.random.randint(2, 3))
 
     def _check_rest(self, end: float) -> bool:
         if super()._check_rest(end):
