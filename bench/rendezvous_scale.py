@@ -23,6 +23,7 @@ import argparse
 import asyncio
 import hashlib
 import hmac
+import itertools
 import json
 import multiprocessing
 import os
@@ -42,7 +43,7 @@ from msgspec import to_builtins
 
 from ripstop.model import round
 from ripstop.protocol.messages import Join, Ready
-from ripstop.protocol.pacing import heartbeat_interval_s, reconnect_spread_s
+from ripstop.protocol.pacing import answers_every, heartbeat_interval_s, reconnect_spread_s
 from ripstop.telemetry.history import interval_s
 
 TOKEN = "bench"
@@ -50,6 +51,7 @@ JOB = "scale"
 LEASE = 3.0
 SLICES = 500
 HEARTBEAT = b"\x8a\x80\0\0\0\0"  # a Pong without data, masked with zeros
+PING = b"\x89\x80\0\0\0\0"  # a heartbeat that asks for an answer
 TIMEOUT_S = 120.0
 IDLE = 10.0
 AT_ONCE = 256  # handshakes: all nodes share one process, and one that answers late is cut off, as it should be
@@ -64,11 +66,11 @@ class Fleet:
 
     def __init__(self, size: int, least: int, port: int) -> None:
         self.size, self.least, self.port = size, least, port
-        self.nodes = [Node(self, number) for number in range(size)]
         self.gate = asyncio.Semaphore(AT_ONCE)
         self.again: list[asyncio.Task[None]] = []  # connections that were tried again
         self.told: dict[int, int] = {}  # round -> nodes that know their place in it
-        self.connected: list[Node] = []
+        self.slices: list[set[Node]] = [set() for _ in range(SLICES)]  # connected nodes
+        self.nodes = [Node(self, number) for number in range(size)]
         self.interval = heartbeat_interval_s(LEASE, size)
         self.is_restarting = self.is_over = False
         self._waiting: tuple[int, int, asyncio.Future[float]] | None = None
@@ -81,11 +83,12 @@ class Fleet:
     async def send_heartbeats(self) -> None:
         """Evenly over the interval: nodes that started at different times do not beat together."""
         loop = asyncio.get_running_loop()
-        while True:
+        every = answers_every(self.size, is_elected=False)
+        for turn in itertools.count():
             began = loop.time()
-            for n in range(SLICES):
-                for node in self.connected[n::SLICES]:
-                    node.transport.write(HEARTBEAT)
+            for n, nodes in enumerate(self.slices):
+                for node in nodes:
+                    node.transport.write(PING if (node.number + turn) % every == 0 else HEARTBEAT)
                 await asyncio.sleep(max(0.0, began + (n + 1) * self.interval / SLICES - loop.time()))
 
     async def all_told(self, number: int, count: int) -> float:
@@ -98,7 +101,8 @@ class Node(asyncio.Protocol):
     """One agent as the coordinator sees it: as little as can be, so that it is not what is measured."""
 
     def __init__(self, fleet: Fleet, number: int) -> None:
-        self.fleet, self.name, self.port = fleet, f"node{number}", 20000 + number
+        self.fleet, self.number, self.name, self.port = fleet, number, f"node{number}", 20000 + number
+        self.slice = fleet.slices[number % SLICES]
         self.place: dict | None = None
         self.tries = 0
         self.welcome = self.is_over = False
@@ -123,7 +127,7 @@ class Node(asyncio.Protocol):
         if self.welcome and not self.fleet.is_restarting:
             sys.exit(f"the coordinator closed {self.name}'s connection: {error}")
         if self.welcome:
-            self.fleet.connected.remove(self)
+            self.slice.remove(self)
             self.welcome, self.tries = False, 0
         else:
             self.fleet.gate.release()
@@ -165,7 +169,7 @@ class Node(asyncio.Protocol):
                 self.welcome = True
                 self.fleet.gate.release()
                 self.send("Join", **join)
-                self.fleet.connected.append(self)
+                self.slice.add(self)
             case "Assign":
                 self.place = place = message["place"]
                 if place["group_rank"] == 0:
@@ -193,7 +197,7 @@ class Node(asyncio.Protocol):
 
     def lose(self) -> None:
         self.is_over = True
-        self.fleet.connected.remove(self)
+        self.slice.remove(self)
         self.transport.abort()
 
 
@@ -219,8 +223,9 @@ async def ours(size: int) -> dict[str, float]:
         fleet.is_over = True
         coordinator.kill()
         coordinator.wait()
-        for node in fleet.connected:
-            node.transport.abort()
+        for nodes in fleet.slices:
+            for node in nodes:
+                node.transport.abort()
 
 
 def start(fleet: Fleet) -> tuple[subprocess.Popen[bytes], IO[bytes]]:

@@ -153,11 +153,18 @@ class Harness:
         token: str = "s3cret",
         run_id: str = "job",
         lease: float = 3.0,
+        nodes: int = 1,
         tls: Tls | None = None,
     ) -> AsyncIterator[tuple[WebSocketLink, Recorder]]:
         """An open link of an agent to the coordinator."""
         link = WebSocketLink(
-            address, run_id=run_id, node=node, token=token, lease=lease, max_nodes=1, tls=tls and client_context(tls)
+            address,
+            run_id=run_id,
+            node=node,
+            token=token,
+            lease=lease,
+            max_nodes=nodes,
+            tls=tls and client_context(tls),
         )
         recorder = Recorder()
         link.open(recorder)

@@ -184,10 +184,12 @@ class Cluster:
     def _addresses(machines: list[Host]) -> str:
         return ",".join(f"{host.address}:{PORT}" for host in machines)
 
-    def node(self, host: Host, *flags: str, nnodes: str, lease: float = 1.0, conf: str = "", **more: Any) -> Agent:
+    def node(
+        self, host: Host, *flags: str, nnodes: str, lease: float = 1.0, last_call: int = 20, conf: str = "", **more: Any
+    ) -> Agent:
         """Start this host's node, with one worker, exactly as a user would: no word about its own address."""
         return self.job.node(
-            f"--rdzv-conf=lease={lease},last_call_timeout=20{conf}",
+            f"--rdzv-conf=lease={lease},last_call_timeout={last_call}{conf}",
             *self._meeting,
             *flags,
             nnodes=nnodes,

@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def three(tmp_path: Path) -> Iterator[Cluster]:
         yield Cluster(job, machines)
 
 
-def start(cluster: Cluster, nnodes: str, *machines: Host, **more: str) -> list[Agent]:
+def start(cluster: Cluster, nnodes: str, *machines: Host, **more: Any) -> list[Agent]:
     """The coordinator's node first, so that it is rank 0 and the others have known ranks after it."""
     agents: list[Agent] = []
     for host in machines:
@@ -100,6 +101,22 @@ def test_the_others_wait_for_the_coordinators_host_when_it_is_cut_off_for_long(t
     for agent in agents[1:]:
         agent.wait_for_log("coordinator lost")
     agents[0].wait_for_log("waiting: 1 of (at least )?2 nodes")
+    first.heal()
+    step = three.job.steps(3, after=cut)
+    assert step["restart"] == 0
+    finish(*agents)
+
+
+def test_in_a_large_job_the_kernel_detects_that_the_coordinators_host_is_cut_off(three: Cluster) -> None:
+    """The coordinator answers too few heartbeats for the agents to detect it."""
+    first, second, third = three.hosts
+    agents = start(three, "2:1000", first, second, third, last_call=3)
+    three.job.steps(3)
+    first.cut()
+    cut = now(three)
+    for agent in agents[1:]:
+        agent.wait_for_log("coordinator lost")
+        assert "sent nothing" not in agent.err
     first.heal()
     step = three.job.steps(3, after=cut)
     assert step["restart"] == 0

@@ -454,13 +454,17 @@ def test_another_version_is_rejected_with_the_remedy(harness: Any) -> None:
     asyncio.run(scenario())
 
 
-def test_every_heartbeat_is_answered(harness: Any) -> None:
+def test_a_heartbeat_is_answered_if_the_agent_asks_for_it(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (_, address), connection(address) as ws:
             await do_handshake(ws)
-            for _ in range(3):
+            for number in range(3):
                 await ws.pong()
-                assert (await ws.receive()).type is aiohttp.WSMsgType.PONG
+                await ws.ping(str(number).encode())
+                answer = await ws.receive()
+                assert (answer.type, answer.data) == (aiohttp.WSMsgType.PONG, str(number).encode())
+            await ws.ping()
+            assert (await ws.receive()).data == b""
 
     asyncio.run(scenario())
 

@@ -409,6 +409,38 @@ def test_heartbeats_alone_keep_a_link_connected(harness: Any) -> None:
     asyncio.run(scenario())
 
 
+def test_a_link_of_a_large_job_stays_connected_with_few_answers(harness: Any) -> None:
+    async def scenario() -> None:
+        large = harness.serving(nodes=257, least=1, lease=0.9)
+        async with large as (coordinator, address), harness.linking(address, nodes=257) as (link, agent):
+            await agent.until(lambda a: a.count("linked") == 1)
+            link.send(harness.join("a", nodes=257, least=1))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(agent.until(lambda a: a.count("unlinked") == 1), 5.0)
+            assert coordinator.forgotten == []
+
+    asyncio.run(scenario())
+
+
+def test_an_agent_of_a_large_job_asks_for_an_answer_after_it_was_suspended() -> None:
+    async def scenario() -> None:
+        loop, asked = asyncio.get_running_loop(), asyncio.Event()
+        real = loop.time
+        heartbeats = _Heartbeats(
+            DEADLINE, DEADLINE, 8, send=lambda wants_answer: wants_answer and asked.set(), on_expired=lambda: None
+        )
+        next(heartbeats._wants_answer)  # the regular heartbeat asks for nothing
+        loop.time = lambda: real() + 2 * DEADLINE  # type: ignore[method-assign]
+        try:
+            async with asyncio.timeout(DEADLINE / 2):
+                await asked.wait()
+        finally:
+            heartbeats.stop()
+            loop.time = real  # type: ignore[method-assign]
+
+    asyncio.run(scenario())
+
+
 def test_a_suspended_agent_does_not_take_the_coordinator_for_lost(harness: Any) -> None:
     async def scenario(address: Address) -> None:
         async with harness.linking(address) as (_, agent):
@@ -426,7 +458,7 @@ def test_a_suspended_agent_asks_once_more_and_does_not_wait_for_another_lease(la
     async def scenario() -> None:
         loop, sent, expired = asyncio.get_running_loop(), [], asyncio.Event()
         real = loop.time
-        heartbeats = _Heartbeats(DEADLINE, 0.05, send=lambda: sent.append(loop.time()), on_expired=expired.set)
+        heartbeats = _Heartbeats(DEADLINE, 0.05, 1, send=lambda _: sent.append(loop.time()), on_expired=expired.set)
         loop.time = lambda: real() + (1 + late) * DEADLINE  # type: ignore[method-assign]
         try:
             async with asyncio.timeout(DEADLINE / 2):

@@ -110,21 +110,26 @@ async def ask_all(
     nodes: Iterable[str], ask_one: Callable[[str], Awaitable[T]], seconds: float
 ) -> dict[str, T | QueryFailed]:
     """Query many nodes concurrently; each node's reply, or the error, after at most `seconds`."""
-    limit = asyncio.Semaphore(MAX_CONCURRENT_NODES)
+    names = list(nodes)
+    replies: dict[str, T | QueryFailed] = {
+        node: QueryFailed(f"node {node} did not reply in {seconds:g} s; try again") for node in names
+    }
+    unasked = iter(names)
 
-    async def reply_of(node: str) -> T | QueryFailed:
-        try:
-            async with limit:
-                return await ask_one(node)
-        except QueryFailed as error:
-            return error
+    async def ask_in_turn() -> None:
+        for node in unasked:
+            try:
+                replies[node] = await ask_one(node)
+            except QueryFailed as error:
+                replies[node] = error
 
-    tasks = {node: asyncio.create_task(reply_of(node)) for node in nodes}
+    tasks = [asyncio.create_task(ask_in_turn()) for _ in names[:MAX_CONCURRENT_NODES]]
     try:
         if tasks:
-            await asyncio.wait(tasks.values(), timeout=seconds)
-        late = {node: QueryFailed(f"node {node} did not reply in {seconds:g} s; try again") for node in tasks}
-        return {node: task.result() if task.done() else late[node] for node, task in tasks.items()}
+            done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        return replies
     finally:
-        for task in tasks.values():
+        for task in tasks:
             task.cancel()

@@ -357,6 +357,7 @@ class EtcdLink:
             lease=self._settings.timing.lease,
             max_nodes=self._settings.max_nodes,
             tls=self._client_tls,
+            is_elected=True,
         )
         if old is not None:
             self._start_task(old.close())

@@ -164,6 +164,7 @@ class SuccessionLink:
             tls=self._tls,
             handshake_timeout=max(self._settings.timing.lease, MIN_HANDSHAKE_TIMEOUT_S),
             seat=str(self._addresses[self._search.target]),
+            is_elected=True,
             on_failed=lambda failure: self._on_failed(link, failure),
         )
         link.open(_Peer(self, link))

@@ -228,7 +228,9 @@ class Remember(ProtocolMessage, frozen=True):
 
 
 class Heartbeat(ProtocolMessage, frozen=True):
-    """The sender is alive.  Both sides send it."""
+    """The sender is alive.  An agent asks for an answer with all or some of its heartbeats."""
+
+    wants_answer: bool = True
 
 
 # succession: agent → candidate or coordinator -------------------------------------------------------------------------

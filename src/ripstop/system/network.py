@@ -14,6 +14,14 @@ def enable_keepalive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
+def detect_lost_receiver(connection: socket.socket, timeout_s: float) -> None:
+    """Let the kernel close the connection if the other machine does not acknowledge sent data for this time.
+
+    A process that is suspended does not count: its kernel acknowledges the data.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * timeout_s))
+
+
 def describe_network_error(error: BaseException, timeout: float | None = None) -> str:
     """Why a connection or a request failed, in a few words; `timeout` is the time limit of the request."""
     cause = error.__cause__ if isinstance(error.__cause__, OSError) else error  # aiohttp wraps the system's error

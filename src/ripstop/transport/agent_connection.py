@@ -4,7 +4,7 @@ It is a protocol of asyncio that reads WebSocket frames itself (`frames.py`), be
 them: no task, no queue and no timer belongs to a connection, and a heartbeat is neither decoded nor an event.  Rules:
 
 1.  An agent may only answer the challenge, until it has proven the job's secret (`agent_authentication.py`).
-2.  A heartbeat is answered at once, unless a message to the agent is still queued.
+2.  A heartbeat that asks for an answer (a Ping) is answered at once, unless a message to the agent is still queued.
 3.  No write waits.  An agent that does not read is disconnected when too much is queued for it.  An agent whose
     connection is closing has `FLUSH_TIMEOUT_S` seconds to read the rest.
 4.  An invalid frame ends only its connection.
@@ -23,6 +23,7 @@ from ripstop.transport.frames import (
     AGENT_HEARTBEAT_SIZE,
     HEARTBEAT,
     MASKED,
+    PING_START,
     PONG_START,
     FrameReader,
     Opcode,
@@ -90,9 +91,10 @@ class AgentConnection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         data = self._buffer
-        is_heartbeat = nbytes == AGENT_HEARTBEAT_SIZE and data[0] == PONG_START and data[1] == MASKED
+        start = data[0]
+        is_heartbeat = nbytes == AGENT_HEARTBEAT_SIZE and data[1] == MASKED and start in (PING_START, PONG_START)
         if is_heartbeat and not self._frames.is_within_frame:
-            self._on_heartbeat()
+            self._on_heartbeat(wants_answer=start == PING_START)
         else:
             self._on_data(bytes(data[:nbytes]))
 
@@ -127,28 +129,27 @@ class AgentConnection(asyncio.BufferedProtocol):
             case _ if self._flush_timer is not None:
                 pass  # the connection is closing
             case Opcode.PING:
-                if not self._transport.get_write_buffer_size():  # a peer that does not read gets no more
-                    self._transport.write(pong_frame(payload))
+                self._on_heartbeat(wants_answer=True, payload=payload)
             case Opcode.PONG:
-                self._on_heartbeat()
+                self._on_heartbeat(wants_answer=False)
             case Opcode.BINARY:
                 raise ProtocolError("a message is text, received a binary frame")
             case Opcode.TEXT:
                 self._on_text(_text(payload))
 
-    def _on_heartbeat(self) -> None:
+    def _on_heartbeat(self, *, wants_answer: bool, payload: bytes = b"") -> None:
         if self._session is not None:
             self._session.renew()
-            if not self._transport.get_write_buffer_size():
-                self._transport.write(HEARTBEAT)
+        if wants_answer and not self._transport.get_write_buffer_size():  # a peer that does not read gets no more
+            self._transport.write(pong_frame(payload) if payload else HEARTBEAT)
 
     def _on_text(self, text: str) -> None:
         if self._session is None:
             self._on_hello(text)
             return
         match message := decode(text, FROM_AGENT):
-            case Heartbeat():
-                self._on_heartbeat()
+            case Heartbeat(wants_answer):
+                self._on_heartbeat(wants_answer=wants_answer)
             case Join(node=joining) if joining.id != self._session.node:
                 node = self._session.node
                 raise ProtocolError(f"node {node} must join with its own id, not {joining.id[:MAX_NAME]!r}")

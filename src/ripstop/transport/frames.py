@@ -1,7 +1,7 @@
 """WebSocket frames (RFC 6455) as the coordinator reads and writes them.  Pure.
 
 Rules: (1) an agent's message is one masked frame of at most `MAX_FRAME_BYTES`; anything else is a `ProtocolError`; (2)
-a heartbeat is a Pong without data that no Ping has asked for, in both directions: nothing has to decode it.
+an agent's heartbeat is a Ping without data, or a Pong if the agent wants no answer: nothing has to decode it.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from ripstop.protocol.codec import MAX_FRAME_BYTES
 GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, section 1.3
 HEARTBEAT = b"\x8a\x00"  # from the coordinator
 AGENT_HEARTBEAT_SIZE = 6  # with the mask of an agent's frame
-PONG_START = 0x8A
+PING_START, PONG_START = 0x89, 0x8A
 MAX_CONTROL_BYTES = 125
 FINAL = 0x80
 MASKED = 0x80

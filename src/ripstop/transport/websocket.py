@@ -35,6 +35,8 @@ class WebSocket(Protocol):
 
     async def send_str(self, data: str) -> None: ...
 
+    async def ping(self) -> None: ...
+
     async def pong(self) -> None: ...
 
     async def close(self) -> bool: ...
@@ -62,7 +64,7 @@ class Outbox:
     def __init__(self, ws: WebSocket, abort: Callable[[], None]) -> None:
         self._ws = ws
         self.abort = abort
-        self._queue: deque[tuple[str, bool]] = deque()  # text (empty: a heartbeat), and whether it is a reply
+        self._queue: deque[tuple[str | Heartbeat, bool]] = deque()  # a text or a heartbeat; whether it is a reply
         self._bytes = 0
         self._reply_bytes = 0
         self._wake = asyncio.Event()
@@ -72,7 +74,11 @@ class Outbox:
         """Queue a message; ignored after `finish`."""
         if self._deadline is not None:
             return
-        text = "" if isinstance(message, Heartbeat) else encode(message)
+        if isinstance(message, Heartbeat):
+            self._queue.append((message, False))
+            self._wake.set()
+            return
+        text = encode(message)
         if is_reply := isinstance(message, Reply):
             if self._reply_bytes + len(text) > MAX_REPLY_BACKLOG_BYTES:
                 text = encode(Reply(message.number, error="too many replies of this node are queued; ask again later"))
@@ -97,10 +103,13 @@ class Outbox:
                 await self._wake.wait()
                 self._wake.clear()
                 while self._queue:
-                    text, is_reply = self._queue.popleft()
-                    await (self._ws.send_str(text) if text else self._ws.pong())
-                    self._bytes -= len(text)
-                    self._reply_bytes -= len(text) if is_reply else 0
+                    match self._queue.popleft():
+                        case Heartbeat(wants_answer), _:
+                            await (self._ws.ping() if wants_answer else self._ws.pong())
+                        case str(text), is_reply:
+                            await self._ws.send_str(text)
+                            self._bytes -= len(text)
+                            self._reply_bytes -= len(text) if is_reply else 0
         except (ConnectionError, ClientError):
             pass  # the reading side gets the same error and handles it
         finally:

@@ -2,9 +2,10 @@
 
 It keeps the rules of `link.py`, and these:
 
-1.  The agent sends heartbeats (`protocol/pacing.py`), which the coordinator answers.  It reconnects if the coordinator
-    sends nothing for a lease.  An agent whose own process was suspended meanwhile sends one heartbeat and waits for
-    one heartbeat interval.
+1.  The agent sends heartbeats, and asks for answers to all or some of them (`protocol/pacing.py`).  It reconnects if
+    the coordinator sends nothing for too long: for a lease, if all are answered.  If only some are answered, the kernel
+    closes the connection after a lease in which the coordinator's machine acknowledges no heartbeat.  An agent whose
+    own process was suspended meanwhile asks for an answer and waits for one heartbeat interval.
 2.  The coordinator must prove the job's secret before the agent acts on a message.  With TLS, its certificate must be
     valid for the endpoint's name.
 3.  A rejection is final.  But a node that was connected once retries, because an unauthenticated peer may now have the
@@ -16,6 +17,7 @@ It keeps the rules of `link.py`, and these:
 
 import asyncio
 import contextlib
+import itertools
 import random
 import secrets
 import socket
@@ -35,8 +37,8 @@ from ripstop.model.round import Address
 from ripstop.protocol import messages, secret
 from ripstop.protocol.codec import MAX_FRAME_BYTES, VersionMismatch, decode, encode
 from ripstop.protocol.messages import FROM_COORDINATOR, FromAgent, FromCoordinator, Heartbeat, Hello, Rejected
-from ripstop.protocol.pacing import heartbeat_interval_s, reconnect_spread_s
-from ripstop.system.network import describe_network_error, enable_keepalive
+from ripstop.protocol.pacing import answers_every, heartbeat_interval_s, reconnect_spread_s, silence_timeout_s
+from ripstop.system.network import describe_network_error, detect_lost_receiver, enable_keepalive
 from ripstop.transport import websocket
 from ripstop.transport.link import Listener
 from ripstop.transport.resolver import Resolver
@@ -44,7 +46,7 @@ from ripstop.transport.tls import describe_tls_error
 
 FIRST_RETRY_DELAY_S = 0.05  # doubled up to a third of the lease
 MIN_CONNECT_TIMEOUT_S = 0.5
-SUSPENDED_SHARE = 0.1  # of a lease: a timer that is later than this means that this process did not run
+SUSPENDED_SHARE = 0.1  # of the timeout for silence: a timer that is later than this means that this process did not run
 MAX_ABORTED_HANDSHAKES = 4  # in a row; over TLS, they then count as a rejection
 
 Expected = TypeVar("Expected", messages.Challenge, messages.Welcome)
@@ -81,11 +83,13 @@ class WebSocketLink:
         tls: ssl.SSLContext | None = None,
         handshake_timeout: float = websocket.HANDSHAKE_TIMEOUT_S,
         seat: str = "",
+        is_elected: bool = False,
         on_failed: Callable[[ConnectFailure], None] = lambda _failure: None,
     ) -> None:
         """`on_failed` is called after each attempt before the first connection that fails.
 
-        `seat` is this endpoint's name in a job with several addresses, which both sides prove to mean.
+        `seat` is this endpoint's name in a job with several addresses, which both sides prove to mean.  `is_elected`:
+        another coordinator can replace this one.
         """
         self._seat = seat
         self._loop = asyncio.get_running_loop()
@@ -95,6 +99,7 @@ class WebSocketLink:
         self._token = token
         self._lease = lease  # after the first handshake, the coordinator's
         self._max_nodes = max_nodes
+        self._is_elected = is_elected
         self._listener: Listener | None = None
         self._task: asyncio.Task[None] | None = None
         self._outbox: websocket.Outbox | None = None  # while connected
@@ -276,10 +281,14 @@ class WebSocketLink:
     ) -> None:
         self._outbox = websocket.Outbox(ws, partial(_shut_down, connection))
         writer = asyncio.create_task(self._outbox.run(), name="ripstop-to-coordinator")
+        silence_timeout = silence_timeout_s(self._lease, self._max_nodes, is_elected=self._is_elected)
+        if silence_timeout > self._lease:
+            detect_lost_receiver(connection, self._lease)
         heartbeats = _Heartbeats(
-            self._lease,
+            silence_timeout,
             heartbeat_interval_s(self._lease, self._max_nodes),
-            send=partial(self.send, Heartbeat()),
+            answers_every(self._max_nodes, is_elected=self._is_elected),
+            send=lambda wants_answer: self.send(Heartbeat(wants_answer)),
             on_expired=lambda: limit.reschedule(self._loop.time()),
         )
         self._was_connected = True
@@ -294,7 +303,7 @@ class WebSocketLink:
             if not heartbeats.expired:
                 raise
             self.is_lost_by_silence = True
-            why = f"the coordinator sent nothing for {self._lease:g} s"
+            why = f"the coordinator sent nothing for {silence_timeout:g} s"
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(websocket.FLUSH_TIMEOUT_S):
                     await ws.close(code=websocket.CLOSE_CODE_RETURNING)
@@ -321,19 +330,26 @@ class WebSocketLink:
 
 
 class _Heartbeats:
-    """Sends heartbeats, and detects that the coordinator sent nothing for a lease."""
+    """Sends heartbeats, one of `answers_every` with a request for an answer, and detects a silent coordinator."""
 
     def __init__(
-        self, lease: float, interval: float, *, send: Callable[[], None], on_expired: Callable[[], None]
+        self,
+        timeout: float,
+        interval: float,
+        answers_every: int,
+        *,
+        send: Callable[[bool], None],
+        on_expired: Callable[[], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._lease = lease
+        self._timeout = timeout
         self._interval = interval
+        self._wants_answer = itertools.cycle((True, *(answers_every - 1) * (False,)))
         self._send = send
         self._on_expired = on_expired
         self._received_at = self._loop.time()
         self._send_timer = self._loop.call_later(interval, self._on_send_timer)
-        self._lease_timer = self._loop.call_later(lease, self._on_lease_timer)
+        self._silence_timer = self._loop.call_later(timeout, self._on_silence_timer)
         self.expired = False
 
     def on_received(self) -> None:
@@ -342,21 +358,21 @@ class _Heartbeats:
 
     def stop(self) -> None:
         self._send_timer.cancel()
-        self._lease_timer.cancel()
+        self._silence_timer.cancel()
 
     def _on_send_timer(self) -> None:
-        self._send()
+        self._send(next(self._wants_answer))
         self._send_timer = self._loop.call_later(self._interval, self._on_send_timer)
 
-    def _on_lease_timer(self) -> None:
+    def _on_silence_timer(self) -> None:
         now = self._loop.time()
-        deadline = self._received_at + self._lease
-        if now - self._lease_timer.when() > SUSPENDED_SHARE * self._lease:
+        deadline = self._received_at + self._timeout
+        if now - self._silence_timer.when() > SUSPENDED_SHARE * self._timeout:
             # This process was suspended, or got no CPU: messages may wait in the socket, or no heartbeat was sent.
-            self._send()
+            self._send(True)
             deadline = max(deadline, now + self._interval)
         if deadline > now:
-            self._lease_timer = self._loop.call_at(deadline, self._on_lease_timer)
+            self._silence_timer = self._loop.call_at(deadline, self._on_silence_timer)
         else:
             self.expired = True
             self._on_expired()
