@@ -21,7 +21,8 @@ from ripstop.model.errors import RipstopError
 
 JOB, SLOT, UID = f"{GROUP}/job", f"{GROUP}/slot", f"{GROUP}/job-uid"
 HOME, KEY = "ripstop-system", "ripstop-operator-key"  # the operator's namespace, and its own secret there
-AGENT_EXIT_S = 15  # for the agent, after the workers' shutdown timeout
+LAST_COMMIT_S = 20  # the default of --drain-timeout
+AGENT_EXIT_S = 15  # for the agent, after all that it waits for
 TERMINATION_LOG = "/dev/termination-log"
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"  # as in the pods of an indexed Job
 KINDS_WITHOUT_OPERATOR = ("statefulset", "job")
@@ -202,7 +203,9 @@ def _make_node(
 
     Settings of the user's template take precedence.
     """
-    body.setdefault("terminationGracePeriodSeconds", spec.shutdown_timeout + AGENT_EXIT_S)
+    # a node that leaves waits for a last commit, then for its workers, and then for the saver of that commit
+    grace = LAST_COMMIT_S + 2 * spec.shutdown_timeout + AGENT_EXIT_S
+    body.setdefault("terminationGracePeriodSeconds", grace)
     trainer = body["containers"][0]
     ours: list[Json] = [
         {"name": "RIPSTOP_TOKEN", "valueFrom": {"secretKeyRef": {"name": secret, "key": "token"}}},
