@@ -80,8 +80,8 @@ class Tapped(Coordinator):
         self._news.set()
         return session
 
-    def detach(self, session: Session, *, returning: bool) -> None:
-        super().detach(session, returning=returning)
+    def detach(self, session: Session, *, returning: bool, by_node: bool) -> None:
+        super().detach(session, returning=returning, by_node=by_node)
         self.forgotten.append(session)
         if returning:
             self.returning.append(session)

@@ -697,6 +697,24 @@ def test_a_node_is_lost_at_once_if_its_connection_closes_just_after_a_worker_has
     assert on(later, NodeDisconnected("b"), 4.0 + RECONNECT_TIMEOUT_S) == []
 
 
+def test_a_node_of_two_is_lost_at_once_if_its_machine_closed_the_connection_and_a_worker_has_lost_it() -> None:
+    job = Job(JobSettings("job7", 1, 2, TIMING, Budget(0, backoff=0.0), own="a"))
+    for name in "ab":
+        job.on(NodeMessage(name, join(job, name)), 0.0)
+    offer_anew(job, "a", 2.0)
+    assert on(job, NodeDisconnected("b", by_node=True), 5.0) == []  # it may reconnect
+    assert assigned(receive(job, "a", PeerLost(1), 5.1)) == {"a": 0}
+    assert job.restarts.used == 0
+
+
+def test_a_connection_that_a_node_closed_once_is_forgotten_when_it_is_back() -> None:
+    job = running("a", "b", restarts=0)
+    on(job, NodeDisconnected("b", by_node=True), 5.0)
+    receive(job, "b", join(job, "b", held=job.places["b"], status=Status.RUNNING, newest=1), 5.1)
+    on(job, NodeDisconnected("b"), 6.0)
+    assert receive(job, "a", PeerLost(1), 6.1) == []
+
+
 def test_a_fault_in_the_coordinators_own_network_removes_no_node_at_once() -> None:
     settings = JobSettings("job7", 1, 3, TIMING, Budget(0, backoff=0.0), own="a")
     own = Job(settings)

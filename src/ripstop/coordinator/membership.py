@@ -136,8 +136,8 @@ class Membership:
         self._update(node, now)
         return events
 
-    def disconnect(self, node: str, now: float) -> None:
-        self.liveness.disconnect(node, now)
+    def disconnect(self, node: str, by_node: bool, now: float) -> None:
+        self.liveness.disconnect(node, by_node, now)
         self._update(node, now)
 
     def mark_leaving(self, node: str, now: float) -> None:
@@ -185,7 +185,7 @@ class Membership:
         self.places.update(places)
         self.partnered = {node for node, place in places.items() if place.partner}
         self._vacated_ranks = {}
-        self.liveness.start_round()
+        self.liveness.forget_peer_reports()
         for node in self.members:
             self._update(node, now)
 

@@ -98,8 +98,11 @@ class AgentConnection(asyncio.BufferedProtocol):
         else:
             self._on_data(bytes(data[:nbytes]))
 
+    def eof_received(self) -> None:
+        self._detach(by_node=True)
+
     def connection_lost(self, exc: Exception | None) -> None:
-        self._detach(returning=False)
+        self._detach(by_node=isinstance(exc, ConnectionResetError))
         if self._flush_timer is not None:
             self._flush_timer.cancel()
         self._on_closed(self, self._transport)
@@ -174,10 +177,10 @@ class AgentConnection(asyncio.BufferedProtocol):
     def _send(self, message: Message) -> None:
         self._transport.write(text_frame(encode(message)))
 
-    def _detach(self, *, returning: bool) -> None:
+    def _detach(self, *, returning: bool = False, by_node: bool = False) -> None:
         session, self._session = self._session, None
         if session is not None:
-            session.detach(returning=returning)
+            session.detach(returning=returning, by_node=by_node)
 
 
 def _text(payload: bytes) -> str:

@@ -26,8 +26,11 @@ class AgentSession(Protocol):
     def renew(self) -> None:
         """The agent sent a heartbeat."""
 
-    def detach(self, *, returning: bool = False) -> None:
-        """The connection closed; `returning`: the agent announced that it connects again."""
+    def detach(self, *, returning: bool = False, by_node: bool = False) -> None:
+        """The connection closed.  `returning`: the agent announced that it connects again.
+
+        `by_node`: the agent's machine closed it.
+        """
 
 
 class AgentHost(Protocol):
