@@ -422,6 +422,31 @@ def test_a_link_of_a_large_job_stays_connected_with_few_answers(harness: Any) ->
     asyncio.run(scenario())
 
 
+def test_an_agent_of_a_large_job_asks_for_an_answer_in_time_although_its_heartbeats_are_late() -> None:
+    async def scenario() -> None:
+        loop, asked = asyncio.get_running_loop(), asyncio.Event()
+        real = loop.time
+        interval, sent = 0.01, 0
+
+        def send(wants_answer: bool) -> None:
+            nonlocal sent
+            sent += 1
+            loop.time = lambda: real() + sent * interval  # type: ignore[method-assign]  # each is late by an interval
+            if wants_answer:
+                asked.set()
+
+        heartbeats = _Heartbeats(DEADLINE, interval, 8, send=send, on_expired=lambda: None)
+        try:
+            async with asyncio.timeout(DEADLINE):
+                await asked.wait()
+            assert sent <= 5  # not the eighth
+        finally:
+            heartbeats.stop()
+            loop.time = real  # type: ignore[method-assign]
+
+    asyncio.run(scenario())
+
+
 def test_an_agent_of_a_large_job_asks_for_an_answer_after_it_was_suspended() -> None:
     async def scenario() -> None:
         loop, asked = asyncio.get_running_loop(), asyncio.Event()
@@ -429,7 +454,6 @@ def test_an_agent_of_a_large_job_asks_for_an_answer_after_it_was_suspended() -> 
         heartbeats = _Heartbeats(
             DEADLINE, DEADLINE, 8, send=lambda wants_answer: wants_answer and asked.set(), on_expired=lambda: None
         )
-        next(heartbeats._wants_answer)  # the regular heartbeat asks for nothing
         loop.time = lambda: real() + 2 * DEADLINE  # type: ignore[method-assign]
         try:
             async with asyncio.timeout(DEADLINE / 2):

@@ -121,7 +121,7 @@ async def ask_all(
             try:
                 replies[node] = await ask_one(node)
             except QueryFailed as error:
-                replies[node] = error
+                replies[node] = error.with_traceback(None)  # which would refer to this frame, and so to all replies
 
     tasks = [asyncio.create_task(ask_in_turn()) for _ in names[:MAX_CONCURRENT_NODES]]
     try:

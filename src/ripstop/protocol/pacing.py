@@ -15,7 +15,7 @@ def heartbeat_interval_s(lease: float, nodes: int) -> float:
 
 
 def answers_every(nodes: int, *, is_elected: bool) -> int:
-    """A node asks for an answer with one of this many heartbeats.
+    """A node asks for an answer if the coordinator has sent nothing for about this many heartbeats.
 
     From the answers, it learns that the coordinator is suspended.  Only an elected coordinator can be replaced then, so
     only its nodes must know soon.  The kernel detects that the coordinator's machine is lost: it does not acknowledge

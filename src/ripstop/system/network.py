@@ -15,9 +15,9 @@ def enable_keepalive(connection: socket.socket) -> None:
 
 
 def detect_lost_receiver(connection: socket.socket, timeout_s: float) -> None:
-    """Let the kernel close the connection if the other machine does not acknowledge sent data for this time.
+    """Let the kernel close the connection if the other machine does not accept sent data for this time.
 
-    A process that is suspended does not count: its kernel acknowledges the data.
+    The kernel of a process that is suspended accepts data until its buffer is full.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * timeout_s))
 

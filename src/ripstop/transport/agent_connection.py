@@ -143,7 +143,8 @@ class AgentConnection(asyncio.BufferedProtocol):
     def _on_heartbeat(self, *, wants_answer: bool, payload: bytes = b"") -> None:
         if self._session is not None:
             self._session.renew()
-        if wants_answer and not self._transport.get_write_buffer_size():  # a peer that does not read gets no more
+        # a peer that does not read gets no more
+        if wants_answer and self._flush_timer is None and not self._transport.get_write_buffer_size():
             self._transport.write(pong_frame(payload) if payload else HEARTBEAT)
 
     def _on_text(self, text: str) -> None:

@@ -4,7 +4,7 @@ It keeps the rules of `link.py`, and these:
 
 1.  The agent sends heartbeats, and asks for answers to all or some of them (`protocol/pacing.py`).  It reconnects if
     the coordinator sends nothing for too long: for a lease, if all are answered.  If only some are answered, the kernel
-    closes the connection after a lease in which the coordinator's machine acknowledges no heartbeat.  An agent whose
+    closes the connection when the coordinator's machine has not acknowledged a heartbeat for a lease.  An agent whose
     own process was suspended meanwhile asks for an answer and waits for one heartbeat interval.
 2.  The coordinator must prove the job's secret before the agent acts on a message.  With TLS, its certificate must be
     valid for the endpoint's name.
@@ -17,7 +17,6 @@ It keeps the rules of `link.py`, and these:
 
 import asyncio
 import contextlib
-import itertools
 import random
 import secrets
 import socket
@@ -210,7 +209,7 @@ class WebSocketLink:
             ws = await http.ws_connect(
                 url,
                 timeout=timeout,
-                autoping=False,  # a heartbeat is a Pong that nobody asked for; `websocket.receive` returns it
+                autoping=False,  # `websocket.receive` returns a Pong: it shows that the coordinator is alive
                 max_msg_size=MAX_FRAME_BYTES + 1,
                 ssl=self._tls or True,
                 headers={websocket.PREAUTH_HEADER: encode(self._hello(challenge=""))},
@@ -279,11 +278,11 @@ class WebSocketLink:
     async def _exchange_messages(
         self, ws: aiohttp.ClientWebSocketResponse, connection: socket.socket, limit: asyncio.Timeout
     ) -> None:
-        self._outbox = websocket.Outbox(ws, partial(_shut_down, connection))
-        writer = asyncio.create_task(self._outbox.run(), name="ripstop-to-coordinator")
         silence_timeout = silence_timeout_s(self._lease, self._max_nodes, is_elected=self._is_elected)
         if silence_timeout > self._lease:
             detect_lost_receiver(connection, self._lease)
+        self._outbox = websocket.Outbox(ws, partial(_shut_down, connection))
+        writer = asyncio.create_task(self._outbox.run(), name="ripstop-to-coordinator")
         heartbeats = _Heartbeats(
             silence_timeout,
             heartbeat_interval_s(self._lease, self._max_nodes),
@@ -293,12 +292,14 @@ class WebSocketLink:
         )
         self._was_connected = True
         self._notify(lambda listener: listener.on_connected())
-        why = "the coordinator closed the connection"
+        why = "the connection broke"
         try:
             while (text := await websocket.receive(ws)) is not None:
                 heartbeats.on_received()
                 if text:
                     self._on_message(decode(text, FROM_COORDINATOR))
+            if ws.close_code != aiohttp.WSCloseCode.ABNORMAL_CLOSURE:
+                why = "the coordinator closed the connection"
         except asyncio.CancelledError:
             if not heartbeats.expired:
                 raise
@@ -330,7 +331,7 @@ class WebSocketLink:
 
 
 class _Heartbeats:
-    """Sends heartbeats, one of `answers_every` with a request for an answer, and detects a silent coordinator."""
+    """Sends heartbeats, asks for answers (`pacing.answers_every`), and detects a silent coordinator."""
 
     def __init__(
         self,
@@ -344,7 +345,7 @@ class _Heartbeats:
         self._loop = asyncio.get_running_loop()
         self._timeout = timeout
         self._interval = interval
-        self._wants_answer = itertools.cycle((True, *(answers_every - 1) * (False,)))
+        self._ask_after = (answers_every - 1.5) * interval  # of silence
         self._send = send
         self._on_expired = on_expired
         self._received_at = self._loop.time()
@@ -361,7 +362,7 @@ class _Heartbeats:
         self._silence_timer.cancel()
 
     def _on_send_timer(self) -> None:
-        self._send(next(self._wants_answer))
+        self._send(self._loop.time() - self._received_at > self._ask_after)
         self._send_timer = self._loop.call_later(self._interval, self._on_send_timer)
 
     def _on_silence_timer(self) -> None:
