@@ -103,9 +103,9 @@ def _spec(rules: bool) -> dict[str, Any]:
     backend = {"type": "string", "enum": ["embedded", "etcd"], "default": "embedded"}
     endpoints = {"type": "array", "items": {"type": "string"}}
     rendezvous = {
-        "backend": _described(backend, "embedded: in the pod of slot 0.  etcd: on the node that etcd elects."),
-        "endpoints": _described(endpoints, "Addresses of etcd: host:port."),
-        "conf": _described(TEXT, "Additional --rdzv-conf: key=value,key=value."),
+        "backend": _described(backend, "embedded: in the pod of slot 0.  etcd: in the pod that etcd elects."),
+        "endpoints": _described(endpoints, "Addresses of etcd, each host:port."),
+        "conf": _described(TEXT, "Additional settings of --rdzv-conf: key=value,key=value."),
     }
     anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     pod = {
@@ -116,7 +116,7 @@ def _spec(rules: bool) -> dict[str, Any]:
     }
     template = {
         "type": "object",
-        "description": "The pod of every node.  Its first container runs `ripstop run`.",
+        "description": "Template of the pods.  The first container runs `ripstop run`.",
         "required": ["spec"],
         "properties": {"metadata": dict(anything), "spec": pod},
     }
@@ -159,20 +159,24 @@ def _status() -> dict[str, Any]:
         ("phase", TEXT, "Pending, Running, Recovering, Suspended, Succeeded, Failed or Invalid."),
         ("conditions", {"type": "array", "items": condition}, conditions),
         ("replicas", NUMBER, "Pods that exist."),
-        ("readyReplicas", NUMBER, "Pods whose workers run or can start at once."),
+        ("readyReplicas", NUMBER, "Pods whose workers run or can start immediately."),
         ("selector", TEXT, "Label selector for autoscalers."),
-        ("members", names, "Names of the pods that run, without those that must leave because of a smaller size."),
+        (
+            "members",
+            names,
+            "Names of the running pods.  Pods that leave because `replicas` was reduced are not listed.",
+        ),
         ("round", NUMBER, "The current round, as reported by the coordinator."),
         ("restarts", NUMBER, "Restarts since the job was started or resumed, as reported by the coordinator."),
-        ("goodput", share, "Share of time spent in training steps that were not lost, as reported by the coordinator."),
+        ("goodput", share, "Share of time spent in steps that were not repeated, as reported by the coordinator."),
         ("lastFailure", TEXT, "The reason of the latest failure."),
         ("startTime", TIME, "When the operator accepted the job."),
         ("completionTime", TIME, "When the job finished."),
         ("observedGeneration", NUMBER, "The generation of the spec that this status describes."),
-        ("accepted", TEXT, "The last valid spec.  Invalid fields keep the values that they have here."),
-        ("everRan", {"type": "boolean"}, "Whether enough pods were ready at least once."),
+        ("accepted", TEXT, "The last valid spec.  If a field of `spec` is invalid, its value in `accepted` applies."),
+        ("everRan", {"type": "boolean"}, "Whether minReplicas pods were ready at least once."),
         ("replaced", NUMBER, "Number of pods that were lost and replaced."),
-        ("losses", losses, "The last lost pod of each slot.  It determines the delay of the next pod."),
+        ("losses", losses, "The last lost pod of each slot.  The delay of the next pod depends on this."),
     )
     return {"type": "object", "properties": {name: _described(schema, text) for name, schema, text in fields}}
 

@@ -34,34 +34,57 @@ class Field(Struct, frozen=True):
 
 
 FIELDS = (
-    Field("minReplicas", int, 1, "Minimum number of nodes.", 1, MAX_REPLICAS, fixed=True),
-    Field("maxReplicas", int, None, "Maximum number of nodes.", 1, MAX_REPLICAS, fixed=True),
+    Field("minReplicas", int, 1, "Minimum number of pods that train.", 1, MAX_REPLICAS, fixed=True),
+    Field("maxReplicas", int, None, "Maximum number of pods that train.", 1, MAX_REPLICAS, fixed=True),
     Field(
         "replicas",
         int,
         None,
-        "Number of nodes that train; see `kubectl scale`.  Default: maxReplicas.",
+        "Number of pods that train; `kubectl scale` sets it.  Default: maxReplicas.",
         1,
         MAX_REPLICAS,
     ),
-    Field("spares", int, 0, "Additional pods that wait, with modules imported, to replace a lost pod.", 0, 1000),
+    Field("spares", int, 0, "Additional pods, which wait to replace a lost pod.", 0, 1000),
     Field("nprocPerNode", str, "auto", "Workers in each pod: a number, `auto`, `gpu` or `cpu`.", fixed=True),
     Field("maxRestarts", int, 3, "How often the job may restart after a failed worker.", 0, 1_000_000, fixed=True),
-    Field("restartWindow", str, "", "Count only restarts within this time: `1h`.  Empty: the whole run.", fixed=True),
+    Field(
+        "restartWindow",
+        str,
+        "",
+        "The job may restart maxRestarts times in any period of this length (`1h`).  Default: the whole run.",
+        fixed=True,
+    ),
     Field("standby", str, "off", "Standby workers in each pod: a number, `auto` or `off`.", fixed=True),
     Field(
         "standbyUntil",
         str,
         "script",
-        "Where standbys wait: before the `script`, or before its `elastic` function.",
+        "Where standbys wait: before the script (`script`), or before its function with @train.elastic (`elastic`).",
         fixed=True,
     ),
     Field("shutdownTimeout", int, 30, "Seconds between SIGTERM and SIGKILL for workers.", 0, 86_400, fixed=True),
-    Field("secretName", str, "", "A Secret with the key `token`.  Empty: the operator creates one.", fixed=True),
-    Field("suspend", bool, False, "True deletes all pods; false lets the job continue from its checkpoint."),
+    Field(
+        "secretName",
+        str,
+        "",
+        "Name of a Secret with the key `token`.  If it is empty, the operator creates a Secret.",
+        fixed=True,
+    ),
+    Field(
+        "suspend",
+        bool,
+        False,
+        "If true, the operator deletes all pods.  If it is false again, the job continues from its checkpoint.",
+    ),
     Field("activeDeadlineSeconds", int, None, "The job fails if it runs longer than this.", 1, 2**31 - 1),
     Field("ttlSecondsAfterFinished", int, None, "The job is deleted this many seconds after its end.", 0, 2**31 - 1),
-    Field("disruptionBudget", bool, False, "A PodDisruptionBudget keeps minReplicas pods during drains.", fixed=True),
+    Field(
+        "disruptionBudget",
+        bool,
+        False,
+        "If true, a PodDisruptionBudget keeps minReplicas pods when nodes of the cluster are drained.",
+        fixed=True,
+    ),
 )
 
 

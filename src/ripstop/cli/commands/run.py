@@ -91,8 +91,8 @@ rendezvous
   --nnodes N | MIN:MAX        number of nodes (1)
   --rdzv-backend NAME         c10d: a coordinator listens at the endpoint; etcd: etcd elects the coordinator's node;
                               static: fixed ranks; slurm, mpi or aws-batch: read the nodes from the variables of srun,
-                              mpirun or AWS Batch; or an entry point torchrun.handlers of another package (static; slurm
-                              in a step of srun)
+                              mpirun or AWS Batch; or a name of the entry points torchrun.handlers of another package
+                              (static; slurm in a step of srun)
   --rdzv-endpoint HOST[:PORT]  the coordinator's address, the same on all nodes (port 29400); HOST[:PORT],…: nodes that
                                may become the coordinator; with etcd, the addresses of its members
   --rdzv-id NAME              the job's id, the same on all nodes (none; random for a job of one node)
@@ -109,10 +109,10 @@ failures
   --restart-window TIME       count only the restarts within this time (the whole run)
   --restart-backoff TIME      longest delay before a restart if workers fail again within seconds; 0: no delay (30)
   --hang-timeout TIME         if a worker makes no progress for this time, diagnose the hang and restart; 0: never (0)
-  --max-infra-restarts N      how often the job may restart after hangs in one hour; not part of --max-restarts (3)
+  --max-infra-restarts N      how often per hour the job may restart after a hang; --max-restarts does not count it (3)
   --straggler HOW             if the other ranks wait for a slow one: report it; replace its node by a spare, if one is
                               ready; or off (report)
-  --straggler-factor NUMBER   a rank is a straggler if steps take this many times as long because of it (1.5)
+  --straggler-factor NUMBER   a rank is a straggler if steps take this many times as long as without its delay (1.5)
   --straggler-time TIME       how long a rank must be slow until it is reported (2m)
   --notify-url URL            send a message to this webhook (Slack or other) when the job ends, hangs, has a straggler
                               or few restarts left; the coordinator's node sends it
@@ -122,8 +122,8 @@ failures
   --preemption-notice WHERE   leave when this file exists, or this http:// URL answers with a text other than FALSE or
                               NONE
   --shutdown-timeout TIME     time between SIGTERM and SIGKILL when workers are stopped (30)
-  --inprocess-timeout TIME    in-place recovery (@train.elastic): how long a worker may take to leave a round that has
-                              ended, before it is replaced; 0: no in-place recovery (5)
+  --inprocess-timeout TIME    in-place recovery (@train.elastic): after a fault, a worker that runs code of the old
+                              round for longer is replaced; 0: no in-place recovery (5)
   --signals-to-handle NAME,…  signals that stop this node and its workers (SIGTERM,SIGINT,SIGHUP,SIGQUIT)
   --monitor-interval TIME     accepted, because torchrun has it; no effect: worker exits are detected without polling
 
