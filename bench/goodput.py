@@ -117,8 +117,13 @@ def launchers(peers: Path | None, ripstop: str) -> list[Launcher | str]:
     # The faults are not the fault of a node.  With a secret, a State has copies on the other node.
     run = [ripstop, "run", *c10d, "--rdzv-conf=last_call_timeout=2,quarantine_failures=0"]
     secret = {"RIPSTOP_TOKEN": "goodput"}
-    ours = {"ripstop": "ddp.py", "ripstop State": "state.py", "ripstop elastic": "elastic.py"}
-    return [*found, *(Launcher(name, run, script, env=secret) for name, script in ours.items())]
+    standby = ["--standby=1", "--standby-until=elastic"]
+    ours = [
+        Launcher("ripstop", run, "ddp.py", env=secret),
+        Launcher("ripstop State", run, "state.py", env=secret),
+        Launcher("ripstop elastic", [*run, *standby], "elastic.py", env=secret),
+    ]
+    return [*found, *ours]
 
 
 class Job:

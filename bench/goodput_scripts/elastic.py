@@ -9,7 +9,6 @@ from state import loop
 
 from ripstop import train
 
-log(event="start")
 model, optimizer = make_model()
 state = train.State(model=model, optimizer=optimizer, step=0)
 if saved := load():  # a commit is newer
@@ -20,6 +19,7 @@ if saved := load():  # a commit is newer
 
 @train.elastic
 def main() -> None:
+    log(event="start")  # here: a standby has run the lines above, but is no worker yet
     dist.init_process_group("gloo")
     state.restore()
     loop(model, optimizer, state)
