@@ -121,7 +121,7 @@ def launchers(peers: Path | None, ripstop: str) -> list[Launcher | str]:
     ours = [
         Launcher("ripstop", run, "ddp.py", env=secret),
         Launcher("ripstop State", run, "state.py", env=secret),
-        Launcher("ripstop elastic", [*run, *standby], "elastic.py", env=secret),
+        Launcher("ripstop elastic+standby", [*run, *standby], "elastic.py", env=secret),
     ]
     return [*found, *ours]
 

@@ -43,7 +43,7 @@ from msgspec import to_builtins
 
 from ripstop.model import round
 from ripstop.protocol.messages import Join, Ready
-from ripstop.protocol.pacing import answers_every, heartbeat_interval_s, reconnect_spread_s
+from ripstop.protocol.pacing import ask_after_s, heartbeat_interval_s, reconnect_spread_s
 from ripstop.telemetry.history import interval_s
 
 TOKEN = "bench"
@@ -69,7 +69,7 @@ class Fleet:
         self.gate = asyncio.Semaphore(AT_ONCE)
         self.again: list[asyncio.Task[None]] = []  # connections that were tried again
         self.told: dict[int, int] = {}  # round -> nodes that know their place in it
-        self.slices: list[set[Node]] = [set() for _ in range(SLICES)]  # connected nodes
+        self.slices: list[set[Node]] = [set() for _ in range(SLICES)]  # connected nodes, by when they send
         self.nodes = [Node(self, number) for number in range(size)]
         self.interval = heartbeat_interval_s(LEASE, size)
         self.is_restarting = self.is_over = False
@@ -83,7 +83,7 @@ class Fleet:
     async def send_heartbeats(self) -> None:
         """Evenly over the interval: nodes that started at different times do not beat together."""
         loop = asyncio.get_running_loop()
-        every = answers_every(self.size, is_elected=False)
+        every = 1 + round(ask_after_s(LEASE, self.size, is_elected=False) / self.interval)
         for turn in itertools.count():
             began = loop.time()
             for n, nodes in enumerate(self.slices):

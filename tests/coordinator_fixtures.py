@@ -72,6 +72,7 @@ class Tapped(Coordinator):
         self.attached: list[Session] = []
         self.forgotten: list[Session] = []
         self.returning: list[Session] = []
+        self.closed_by_node: list[str] = []
         self._news = asyncio.Event()
 
     def attach(self, node: str, send: Any, close: Any) -> Session:
@@ -80,9 +81,11 @@ class Tapped(Coordinator):
         self._news.set()
         return session
 
-    def detach(self, session: Session, *, returning: bool, by_node: bool) -> None:
-        super().detach(session, returning=returning, by_node=by_node)
+    def detach(self, session: Session, *, returning: bool, closed_by_node: bool) -> None:
+        super().detach(session, returning=returning, closed_by_node=closed_by_node)
         self.forgotten.append(session)
+        if closed_by_node:
+            self.closed_by_node.append(session.node)
         if returning:
             self.returning.append(session)
         self._news.set()
@@ -153,7 +156,6 @@ class Harness:
         token: str = "s3cret",
         run_id: str = "job",
         lease: float = 3.0,
-        nodes: int = 1,
         tls: Tls | None = None,
     ) -> AsyncIterator[tuple[WebSocketLink, Recorder]]:
         """An open link of an agent to the coordinator."""
@@ -163,7 +165,7 @@ class Harness:
             node=node,
             token=token,
             lease=lease,
-            max_nodes=nodes,
+            max_nodes=1,
             tls=tls and client_context(tls),
         )
         recorder = Recorder()

@@ -19,7 +19,7 @@ if saved := load():  # a commit is newer
 
 @train.elastic
 def main() -> None:
-    log(event="start")  # here: a standby has run the lines above, but is no worker yet
+    log(event="start")  # at each entry; a standby has run the lines above, but is no worker yet
     dist.init_process_group("gloo")
     state.restore()
     loop(model, optimizer, state)

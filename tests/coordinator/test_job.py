@@ -702,14 +702,20 @@ def test_a_node_of_two_is_lost_at_once_if_its_machine_closed_the_connection_and_
     for name in "ab":
         job.on(NodeMessage(name, join(job, name)), 0.0)
     offer_anew(job, "a", 2.0)
-    assert on(job, NodeDisconnected("b", by_node=True), 5.0) == []  # it may reconnect
+    assert on(job, NodeDisconnected("b", closed_by_node=True), 5.0) == []  # it may reconnect
     assert assigned(receive(job, "a", PeerLost(1), 5.1)) == {"a": 0}
     assert job.restarts.used == 0
 
 
+def test_a_node_is_not_lost_at_once_by_its_own_report_of_a_lost_peer() -> None:
+    job = running("a", "b", "c", restarts=0)
+    receive(job, "b", PeerLost(1), 5.0)
+    assert on(job, NodeDisconnected("b", closed_by_node=True), 5.1) == []
+
+
 def test_a_connection_that_a_node_closed_once_is_forgotten_when_it_is_back() -> None:
     job = running("a", "b", restarts=0)
-    on(job, NodeDisconnected("b", by_node=True), 5.0)
+    on(job, NodeDisconnected("b", closed_by_node=True), 5.0)
     receive(job, "b", join(job, "b", held=job.places["b"], status=Status.RUNNING, newest=1), 5.1)
     on(job, NodeDisconnected("b"), 6.0)
     assert receive(job, "a", PeerLost(1), 6.1) == []

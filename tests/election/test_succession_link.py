@@ -195,7 +195,7 @@ class FalseCandidate:
     def renew(self) -> None:
         pass
 
-    def detach(self, *, returning: bool = False, by_node: bool = False) -> None:
+    def detach(self, *, returning: bool = False, closed_by_node: bool = False) -> None:
         pass
 
 

@@ -108,7 +108,7 @@ def test_the_others_wait_for_the_coordinators_host_when_it_is_cut_off_for_long(t
 
 
 def test_in_a_large_job_the_kernel_detects_that_the_coordinators_host_is_cut_off(three: Cluster) -> None:
-    """The coordinator answers too few heartbeats for the agents to detect it."""
+    """Too few heartbeats are answered for the agents to detect the cut within a few leases."""
     first, second, third = three.hosts
     agents = start(three, "2:1000", first, second, third, last_call=3)
     three.job.steps(3)

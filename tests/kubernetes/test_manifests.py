@@ -4,12 +4,10 @@ import json
 from typing import Any
 
 import kubernetes_validate
-import msgspec
 import pytest
 
 from ripstop.kubernetes import crd, deploy, manifests
 from ripstop.kubernetes.spec import FIELDS, Spec, read
-from ripstop.model.config import RunConfig
 from tests.kubernetes.golden import DEPLOY, HERE, OWNER, deploy_files, manifests_by_name, spec_of
 
 REMEDY = "if it is as it should be: python -m tests.kubernetes.golden"
@@ -24,11 +22,6 @@ def test_a_manifest_is_as_its_file_says(name: str) -> None:
 @pytest.mark.parametrize("name", deploy_files())
 def test_the_deployed_objects_equal_their_files(name: str) -> None:
     assert deploy_files()[name] == (DEPLOY / name).read_text(), REMEDY
-
-
-def test_a_pod_has_enough_time_for_a_last_commit_with_the_default_drain_timeout() -> None:
-    (default,) = (field.default for field in msgspec.structs.fields(RunConfig) if field.name == "drain_timeout")
-    assert default == manifests.LAST_COMMIT_S
 
 
 def test_there_is_no_other_file() -> None:

@@ -787,7 +787,7 @@ class World:
             self.backlog.append((self._arrive_disconnect, (connection,)))
             return
         del self.sessions[name]
-        self._feed_job(job_types.NodeDisconnected(name, by_node=not connection.node.alive))
+        self._feed_job(job_types.NodeDisconnected(name, closed_by_node=not connection.node.alive))
 
     def _send_close(self, connection: Connection) -> None:
         node = connection.node

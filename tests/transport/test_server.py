@@ -469,6 +469,26 @@ def test_a_heartbeat_is_answered_if_the_agent_asks_for_it(harness: Any) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("how", ["fin", "reset", "close frame"])
+def test_the_coordinator_learns_whether_an_agent_ended_without_a_close_frame(harness: Any, how: str) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (coordinator, address), connection(address) as ws:
+            await do_handshake(ws)
+            opened = ws.get_extra_info("socket")
+            match how:
+                case "fin":
+                    opened.shutdown(socket.SHUT_WR)
+                case "reset":
+                    opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    ws._response.connection.transport.abort()
+                case _:
+                    await ws.close()
+            await coordinator.until(lambda c: c.forgotten)
+            assert bool(coordinator.closed_by_node) is (how != "close frame")
+
+    asyncio.run(scenario())
+
+
 def test_a_node_cannot_join_under_another_name(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address):

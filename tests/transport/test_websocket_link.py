@@ -409,42 +409,39 @@ def test_heartbeats_alone_keep_a_link_connected(harness: Any) -> None:
     asyncio.run(scenario())
 
 
-def test_a_link_of_a_large_job_stays_connected_with_few_answers(harness: Any) -> None:
-    async def scenario() -> None:
-        large = harness.serving(nodes=257, least=1, lease=0.9)
-        async with large as (coordinator, address), harness.linking(address, nodes=257) as (link, agent):
-            await agent.until(lambda a: a.count("linked") == 1)
-            link.send(harness.join("a", nodes=257, least=1))
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(agent.until(lambda a: a.count("unlinked") == 1), 5.0)
-            assert coordinator.forgotten == []
+def heartbeats_that_ask(late: float, count: int) -> list[int]:
+    """The numbers of the heartbeats in a large job that ask for an answer, if each is late by `late` seconds."""
 
-    asyncio.run(scenario())
-
-
-def test_an_agent_of_a_large_job_asks_for_an_answer_in_time_although_its_heartbeats_are_late() -> None:
-    async def scenario() -> None:
-        loop, asked = asyncio.get_running_loop(), asyncio.Event()
-        real = loop.time
-        interval, sent = 0.01, 0
-
-        def send(wants_answer: bool) -> None:
-            nonlocal sent
-            sent += 1
-            loop.time = lambda: real() + sent * interval  # type: ignore[method-assign]  # each is late by an interval
-            if wants_answer:
-                asked.set()
-
-        heartbeats = _Heartbeats(DEADLINE, interval, 8, send=send, on_expired=lambda: None)
+    async def scenario() -> list[bool]:
+        loop = asyncio.get_running_loop()
+        real, now, asked = loop.time, 0.0, list[bool]()
+        loop.time = lambda: now  # type: ignore[method-assign]
+        heartbeats = _Heartbeats(13.5, 1.5, 9.0, send=asked.append, on_expired=lambda: None)
         try:
-            async with asyncio.timeout(DEADLINE):
-                await asked.wait()
-            assert sent <= 5  # not the eighth
+            for _ in range(count):
+                now += 1.5 + late
+                heartbeats._send_timer.cancel()
+                heartbeats._on_send_timer()
+                if asked[-1]:
+                    now += 0.01
+                    heartbeats.on_received()
+                    now -= 0.01
+            return asked
         finally:
             heartbeats.stop()
             loop.time = real  # type: ignore[method-assign]
 
-    asyncio.run(scenario())
+    return [number for number, wants_answer in enumerate(asyncio.run(scenario())) if wants_answer]
+
+
+def test_an_agent_of_a_large_job_asks_for_an_answer_with_one_of_seven_heartbeats() -> None:
+    first, second, third = heartbeats_that_ask(late=0.0, count=20)
+    assert second - first == third - second == 7
+
+
+def test_an_agent_of_a_large_job_asks_in_time_although_its_heartbeats_are_late() -> None:
+    first, second, *_ = heartbeats_that_ask(late=1.4, count=20)
+    assert (second - first) * 2.9 < 13.5 - 1.5
 
 
 def test_an_agent_of_a_large_job_asks_for_an_answer_after_it_was_suspended() -> None:
@@ -452,7 +449,11 @@ def test_an_agent_of_a_large_job_asks_for_an_answer_after_it_was_suspended() -> 
         loop, asked = asyncio.get_running_loop(), asyncio.Event()
         real = loop.time
         heartbeats = _Heartbeats(
-            DEADLINE, DEADLINE, 8, send=lambda wants_answer: wants_answer and asked.set(), on_expired=lambda: None
+            DEADLINE,
+            10 * DEADLINE,
+            60 * DEADLINE,
+            send=lambda wants_answer: asked.set() if wants_answer else None,
+            on_expired=lambda: None,
         )
         loop.time = lambda: real() + 2 * DEADLINE  # type: ignore[method-assign]
         try:
@@ -482,7 +483,7 @@ def test_a_suspended_agent_asks_once_more_and_does_not_wait_for_another_lease(la
     async def scenario() -> None:
         loop, sent, expired = asyncio.get_running_loop(), [], asyncio.Event()
         real = loop.time
-        heartbeats = _Heartbeats(DEADLINE, 0.05, 1, send=lambda _: sent.append(loop.time()), on_expired=expired.set)
+        heartbeats = _Heartbeats(DEADLINE, 0.05, 0.0, send=lambda _: sent.append(loop.time()), on_expired=expired.set)
         loop.time = lambda: real() + (1 + late) * DEADLINE  # type: ignore[method-assign]
         try:
             async with asyncio.timeout(DEADLINE / 2):

@@ -114,14 +114,14 @@ async def ask_all(
     replies: dict[str, T | QueryFailed] = {
         node: QueryFailed(f"node {node} did not reply in {seconds:g} s; try again") for node in names
     }
-    unasked = iter(names)
+    unasked = iter(names)  # shared by all tasks
 
     async def ask_in_turn() -> None:
         for node in unasked:
             try:
                 replies[node] = await ask_one(node)
             except QueryFailed as error:
-                replies[node] = error.with_traceback(None)  # which would refer to this frame, and so to all replies
+                replies[node] = error.with_traceback(None)  # its frames refer to `replies`: a reference cycle
 
     tasks = [asyncio.create_task(ask_in_turn()) for _ in names[:MAX_CONCURRENT_NODES]]
     try:

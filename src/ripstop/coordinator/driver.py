@@ -67,9 +67,9 @@ class Session(Struct, frozen=True, eq=False):
         """The node sent a heartbeat."""
         self.coordinator.renew(self)
 
-    def detach(self, *, returning: bool = False, by_node: bool = False) -> None:
+    def detach(self, *, returning: bool = False, closed_by_node: bool = False) -> None:
         """The connection closed.  The job ignores this if the node announced that it returns: its lease covers it."""
-        self.coordinator.detach(self, returning=returning, by_node=by_node)
+        self.coordinator.detach(self, returning=returning, closed_by_node=closed_by_node)
 
 
 class Coordinator:
@@ -144,12 +144,12 @@ class Coordinator:
         if self._timer is None or not self._job.renew(session.node, self._now()):
             self._feed(job_types.NodeMessage(session.node, Heartbeat()))
 
-    def detach(self, session: Session, *, returning: bool, by_node: bool) -> None:
+    def detach(self, session: Session, *, returning: bool, closed_by_node: bool) -> None:
         if self._sessions.get(session.node) is session:
             del self._sessions[session.node]
             self._fail_queries(session.node)
             if not returning:
-                self._feed(job_types.NodeDisconnected(session.node, by_node))
+                self._feed(job_types.NodeDisconnected(session.node, closed_by_node))
 
     # operators --------------------------------------------------------------------------------------------------------
 

@@ -112,8 +112,8 @@ class Job:
         match event:
             case job_types.NodeMessage(node, message):
                 self._on_message(node, bounded(message), now)
-            case job_types.NodeDisconnected(node, by_node):
-                self._on_disconnect(node, by_node, now)
+            case job_types.NodeDisconnected(node, closed_by_node):
+                self._on_disconnect(node, closed_by_node, now)
             case job_types.Tick():
                 pass
             case job_types.Progressed(node, round):
@@ -337,14 +337,14 @@ class Job:
 
     # losses -----------------------------------------------------------------------------------------------------------
 
-    def _on_disconnect(self, node: str, by_node: bool, now: float) -> None:
+    def _on_disconnect(self, node: str, closed_by_node: bool, now: float) -> None:
         if node not in self.members or self.phase is Phase.CLOSED:
             return  # after the end, a node that disconnects without a `Left` may return for the report
         is_leaving, is_pending = node in self.liveness.leaving, self.failure_policy.is_failure_pending
         if node not in self.places or is_leaving or is_pending or self.phase is Phase.CLOSING:
             self._remove(node, "lost: its connection closed", now)
             return
-        self.membership.disconnect(node, by_node, now)
+        self.membership.disconnect(node, closed_by_node, now)
 
     def _on_leaving(self, node: str, why: str, now: float) -> None:
         self.membership.mark_leaving(node, now)

@@ -51,10 +51,10 @@ class NodeMessage(Struct, frozen=True):
 
 
 class NodeDisconnected(Struct, frozen=True):
-    """`by_node`: the node's machine closed the connection.  So the network works: the agent has probably ended."""
+    """`closed_by_node`: a FIN or RST came from the node, without a Close frame: its agent has probably ended."""
 
     node: str
-    by_node: bool = False
+    closed_by_node: bool = False
 
 
 class Tick(Struct, frozen=True):

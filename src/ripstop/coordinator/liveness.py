@@ -4,9 +4,9 @@ Rules: (1) a node that sends nothing for a lease is lost; (2) a node whose conne
 reconnect within `RECONNECT_TIMEOUT_S`; (3) when the coordinator itself was stopped or suspended, every lease and every
 reconnect timeout starts again, but only once for a node that stays silent or away: otherwise a coordinator with too
 little CPU time would never detect a loss; (4) a node whose connection closed is lost at once if a worker of another
-node loses its connection to a peer at about the same time.  Rule 4 holds only if one node of the round is disconnected,
-and the fault cannot be in the network of the coordinator's own machine: the node's machine has closed the connection;
-or the round has more than two nodes, and the report is not from the coordinator's own node.
+node reports a lost peer at about the same time, no other node of the round is disconnected, and the fault cannot be in
+the network of the coordinator's own machine.  This is so in two cases: the node itself closed the connection; or the
+round has more than two nodes, and the report is not from the coordinator's own node.
 
 This module does not decide what a loss means.  Both dictionaries are ordered by time, so the cost of a heartbeat does
 not depend on the number of nodes.
@@ -34,8 +34,7 @@ class Liveness:
         self._last_received: dict[str, float] = {}  # of every node with a lease, oldest first
         self._extended: set[str] = set()  # silent or disconnected since this coordinator was away
         self._closed_by_node: set[str] = set()  # of the disconnected nodes
-        self._peer_lost_until = 0.0  # rule 4
-        self._own_peer_lost_until = 0.0  # the same, for reports of the coordinator's own node
+        self._peer_reports: dict[str, float] = {}  # rule 4: by reporting node, until when its report counts
 
     def connect(self, node: str, now: float) -> None:
         """The node joined over a new connection."""
@@ -51,11 +50,11 @@ class Liveness:
             self._last_received.pop(node, None)
             self._last_received[node] = now  # at the end: the dictionary stays in the order of time
 
-    def disconnect(self, node: str, by_node: bool, now: float) -> None:
+    def disconnect(self, node: str, closed_by_node: bool, now: float) -> None:
         self._extended.discard(node)
         self._last_received.pop(node, None)
         self.disconnected.setdefault(node, now)
-        if by_node:
+        if closed_by_node:
             self._closed_by_node.add(node)
 
     def remove(self, node: str) -> None:
@@ -87,14 +86,11 @@ class Liveness:
         return list(takewhile(lambda entry: now >= entry[1] + RECONNECT_TIMEOUT_S, self.disconnected.items()))
 
     def forget_peer_reports(self) -> None:
-        self._peer_lost_until = self._own_peer_lost_until = 0.0
+        self._peer_reports.clear()
 
     def report_lost_peer(self, node: str, now: float) -> None:
         """A worker of this node has lost its connection to a peer."""
-        if node == self._own:
-            self._own_peer_lost_until = now + RECONNECT_TIMEOUT_S
-        else:
-            self._peer_lost_until = now + RECONNECT_TIMEOUT_S
+        self._peer_reports[node] = now + RECONNECT_TIMEOUT_S
 
     def lost_peer(self, round: Collection[str], now: float) -> str | None:
         """The node of the round that is lost by rule 4."""
@@ -102,9 +98,10 @@ class Liveness:
         if len(disconnected) != 1:
             return None
         (node,) = disconnected
-        if node in self._closed_by_node:
-            return node if now < max(self._peer_lost_until, self._own_peer_lost_until) else None
-        return node if now < self._peer_lost_until and len(round) > 2 else None
+        reporters = {reporter for reporter, until in self._peer_reports.items() if now < until and reporter != node}
+        if node not in self._closed_by_node:
+            reporters = reporters - {self._own} if len(round) > 2 else set()
+        return node if reporters else None
 
     def is_departing(self, node: str) -> bool:
         return node in self.disconnected or node in self.leaving

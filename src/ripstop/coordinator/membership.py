@@ -136,8 +136,8 @@ class Membership:
         self._update(node, now)
         return events
 
-    def disconnect(self, node: str, by_node: bool, now: float) -> None:
-        self.liveness.disconnect(node, by_node, now)
+    def disconnect(self, node: str, closed_by_node: bool, now: float) -> None:
+        self.liveness.disconnect(node, closed_by_node, now)
         self._update(node, now)
 
     def mark_leaving(self, node: str, now: float) -> None:

@@ -51,8 +51,8 @@ class Peer:
     def renew(self) -> None:
         self._host.renew(self)
 
-    def detach(self, *, returning: bool = False, by_node: bool = False) -> None:
-        self._host.detach(self, returning=returning, by_node=by_node)
+    def detach(self, *, returning: bool = False, closed_by_node: bool = False) -> None:
+        self._host.detach(self, returning=returning, closed_by_node=closed_by_node)
 
 
 class CandidateHost:
@@ -124,9 +124,9 @@ class CandidateHost:
         if self._peers.get(peer.node) is peer and peer.session is not None:
             peer.session.renew()
 
-    def detach(self, peer: Peer, *, returning: bool, by_node: bool) -> None:
+    def detach(self, peer: Peer, *, returning: bool, closed_by_node: bool) -> None:
         if peer.session is not None:
-            peer.session.detach(returning=returning, by_node=by_node)
+            peer.session.detach(returning=returning, closed_by_node=closed_by_node)
         if self._peers.get(peer.node) is peer:
             del self._peers[peer.node]
             self._candidate.on_disconnected(peer.node)

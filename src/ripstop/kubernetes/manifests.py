@@ -17,12 +17,12 @@ from typing import Any
 from msgspec import Struct
 
 from ripstop.kubernetes.spec import GROUP, KIND, PORT, PROBE_PORT, VERSION, Json, Spec
+from ripstop.model.config import DRAIN_TIMEOUT_S
 from ripstop.model.errors import RipstopError
 
 JOB, SLOT, UID = f"{GROUP}/job", f"{GROUP}/slot", f"{GROUP}/job-uid"
 HOME, KEY = "ripstop-system", "ripstop-operator-key"  # the operator's namespace, and its own secret there
-LAST_COMMIT_S = 20  # the default of --drain-timeout
-AGENT_EXIT_S = 15  # for the agent, after all that it waits for
+AGENT_EXIT_S = 15  # for the agent itself, after the commit, the workers and the saver
 TERMINATION_LOG = "/dev/termination-log"
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"  # as in the pods of an indexed Job
 KINDS_WITHOUT_OPERATOR = ("statefulset", "job")
@@ -204,7 +204,7 @@ def _make_node(
     Settings of the user's template take precedence.
     """
     # a node that leaves waits for a last commit, then for its workers, and then for the saver of that commit
-    grace = LAST_COMMIT_S + 2 * spec.shutdown_timeout + AGENT_EXIT_S
+    grace = round(DRAIN_TIMEOUT_S) + 2 * spec.shutdown_timeout + AGENT_EXIT_S
     body.setdefault("terminationGracePeriodSeconds", grace)
     trainer = body["containers"][0]
     ours: list[Json] = [

@@ -18,6 +18,7 @@ ETCD_PREFIX = "/ripstop"
 MASTER_PORT = 29500
 MAX_NODES = 100_000
 MAX_SLOTS = 4_096
+DRAIN_TIMEOUT_S = 20.0
 
 
 SECRET_FIELDS = frozenset({"notify_url", "password", "token"})
@@ -351,7 +352,7 @@ class RunConfig(Redacted, frozen=True):
     probe_port: int | None = None  # port of the health probes; None: no probes
     termination_log: Path | None = None  # file for this agent's termination message
     stragglers: StragglerLimits = field(default_factory=StragglerLimits)
-    drain_timeout: float = 20.0  # how long a leaving node waits for a commit of all ranks; 0: it does not wait
+    drain_timeout: float = DRAIN_TIMEOUT_S  # for a commit of all ranks before a node leaves; 0: it does not wait
     preemption_notice: str = ""  # a file or URL that says that this machine will be preempted; "": none
     allow_chaos: bool = False  # operators may inject faults into this node
     linger: bool = False  # stay after the end of the job, until a signal

@@ -14,10 +14,10 @@ def enable_keepalive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def detect_lost_receiver(connection: socket.socket, timeout_s: float) -> None:
-    """Let the kernel close the connection if the other machine does not accept sent data for this time.
+def set_acknowledgement_timeout(connection: socket.socket, timeout_s: float) -> None:
+    """Let the kernel close the connection if the other machine does not acknowledge sent data for this time.
 
-    The kernel of a process that is suspended accepts data until its buffer is full.
+    The kernel of a suspended process acknowledges data until its buffer is full.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * timeout_s))
 

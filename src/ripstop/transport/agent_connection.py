@@ -21,7 +21,6 @@ from ripstop.transport.agent_authentication import AgentAuthentication
 from ripstop.transport.agent_host import AgentHost, AgentSession
 from ripstop.transport.frames import (
     AGENT_HEARTBEAT_SIZE,
-    HEARTBEAT,
     MASKED,
     PING_START,
     PONG_START,
@@ -99,10 +98,10 @@ class AgentConnection(asyncio.BufferedProtocol):
             self._on_data(bytes(data[:nbytes]))
 
     def eof_received(self) -> None:
-        self._detach(by_node=True)
+        self._detach(closed_by_node=True)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._detach(by_node=isinstance(exc, ConnectionResetError))
+        self._detach(closed_by_node=isinstance(exc, ConnectionResetError))
         if self._flush_timer is not None:
             self._flush_timer.cancel()
         self._on_closed(self, self._transport)
@@ -145,7 +144,7 @@ class AgentConnection(asyncio.BufferedProtocol):
             self._session.renew()
         # a peer that does not read gets no more
         if wants_answer and self._flush_timer is None and not self._transport.get_write_buffer_size():
-            self._transport.write(pong_frame(payload) if payload else HEARTBEAT)
+            self._transport.write(pong_frame(payload))
 
     def _on_text(self, text: str) -> None:
         if self._session is None:
@@ -178,10 +177,10 @@ class AgentConnection(asyncio.BufferedProtocol):
     def _send(self, message: Message) -> None:
         self._transport.write(text_frame(encode(message)))
 
-    def _detach(self, *, returning: bool = False, by_node: bool = False) -> None:
+    def _detach(self, *, returning: bool = False, closed_by_node: bool = False) -> None:
         session, self._session = self._session, None
         if session is not None:
-            session.detach(returning=returning, by_node=by_node)
+            session.detach(returning=returning, closed_by_node=closed_by_node)
 
 
 def _text(payload: bytes) -> str:

@@ -26,10 +26,10 @@ class AgentSession(Protocol):
     def renew(self) -> None:
         """The agent sent a heartbeat."""
 
-    def detach(self, *, returning: bool = False, by_node: bool = False) -> None:
+    def detach(self, *, returning: bool = False, closed_by_node: bool = False) -> None:
         """The connection closed.  `returning`: the agent announced that it connects again.
 
-        `by_node`: the agent's machine closed it.
+        `closed_by_node`: a FIN or RST came from the agent's machine, without a Close frame.
         """
 
 

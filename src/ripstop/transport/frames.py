@@ -13,7 +13,6 @@ from ripstop.model.errors import ProtocolError
 from ripstop.protocol.codec import MAX_FRAME_BYTES
 
 GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, section 1.3
-HEARTBEAT = b"\x8a\x00"  # from the coordinator
 AGENT_HEARTBEAT_SIZE = 6  # with the mask of an agent's frame
 PING_START, PONG_START = 0x89, 0x8A
 MAX_CONTROL_BYTES = 125

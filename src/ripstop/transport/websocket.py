@@ -25,7 +25,7 @@ HANDSHAKE_TIMEOUT_S = 5.0  # from the connection to the end of authentication
 FLUSH_TIMEOUT_S = 1.0  # for a peer to read the rest before its connection closes
 MAX_BACKLOG_BYTES = 4 * MAX_FRAME_BYTES  # queued for one peer
 MAX_REPLY_BACKLOG_BYTES = MAX_BACKLOG_BYTES // 4  # the part of it that replies may take
-CLOSE_CODE_RETURNING = 4000  # an agent that received nothing for too long closes with it: it is alive and reconnects
+CLOSE_CODE_RETURNING = 4000  # from an agent that is alive and will reconnect: it has received nothing for too long
 
 
 class WebSocket(Protocol):

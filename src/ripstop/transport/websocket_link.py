@@ -36,8 +36,8 @@ from ripstop.model.round import Address
 from ripstop.protocol import messages, secret
 from ripstop.protocol.codec import MAX_FRAME_BYTES, VersionMismatch, decode, encode
 from ripstop.protocol.messages import FROM_COORDINATOR, FromAgent, FromCoordinator, Heartbeat, Hello, Rejected
-from ripstop.protocol.pacing import answers_every, heartbeat_interval_s, reconnect_spread_s, silence_timeout_s
-from ripstop.system.network import describe_network_error, detect_lost_receiver, enable_keepalive
+from ripstop.protocol.pacing import ask_after_s, heartbeat_interval_s, reconnect_spread_s, silence_timeout_s
+from ripstop.system.network import describe_network_error, enable_keepalive, set_acknowledgement_timeout
 from ripstop.transport import websocket
 from ripstop.transport.link import Listener
 from ripstop.transport.resolver import Resolver
@@ -280,13 +280,13 @@ class WebSocketLink:
     ) -> None:
         silence_timeout = silence_timeout_s(self._lease, self._max_nodes, is_elected=self._is_elected)
         if silence_timeout > self._lease:
-            detect_lost_receiver(connection, self._lease)
+            set_acknowledgement_timeout(connection, self._lease)
         self._outbox = websocket.Outbox(ws, partial(_shut_down, connection))
         writer = asyncio.create_task(self._outbox.run(), name="ripstop-to-coordinator")
         heartbeats = _Heartbeats(
             silence_timeout,
             heartbeat_interval_s(self._lease, self._max_nodes),
-            answers_every(self._max_nodes, is_elected=self._is_elected),
+            ask_after_s(self._lease, self._max_nodes, is_elected=self._is_elected),
             send=lambda wants_answer: self.send(Heartbeat(wants_answer)),
             on_expired=lambda: limit.reschedule(self._loop.time()),
         )
@@ -331,13 +331,13 @@ class WebSocketLink:
 
 
 class _Heartbeats:
-    """Sends heartbeats, asks for answers (`pacing.answers_every`), and detects a silent coordinator."""
+    """Sends heartbeats, asks for answers after `ask_after` seconds of silence, and detects a silent coordinator."""
 
     def __init__(
         self,
         timeout: float,
         interval: float,
-        answers_every: int,
+        ask_after: float,
         *,
         send: Callable[[bool], None],
         on_expired: Callable[[], None],
@@ -345,7 +345,7 @@ class _Heartbeats:
         self._loop = asyncio.get_running_loop()
         self._timeout = timeout
         self._interval = interval
-        self._ask_after = (answers_every - 1.5) * interval  # of silence
+        self._ask_after = ask_after
         self._send = send
         self._on_expired = on_expired
         self._received_at = self._loop.time()
@@ -362,7 +362,7 @@ class _Heartbeats:
         self._silence_timer.cancel()
 
     def _on_send_timer(self) -> None:
-        self._send(self._loop.time() - self._received_at > self._ask_after)
+        self._send(self._loop.time() - self._received_at >= self._ask_after)
         self._send_timer = self._loop.call_later(self._interval, self._on_send_timer)
 
     def _on_silence_timer(self) -> None:

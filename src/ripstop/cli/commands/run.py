@@ -43,7 +43,18 @@ from ripstop.cli.options.starters import STARTERS, user_key, with_starter
 from ripstop.cli.options.state import replication
 from ripstop.cli.options.tracing import tracing
 from ripstop.model import parsers
-from ripstop.model.config import API_PORT, STOP_SIGNALS, Backend, Etcd, Handler, Numa, RunConfig, StandbyUntil, Tls
+from ripstop.model.config import (
+    API_PORT,
+    DRAIN_TIMEOUT_S,
+    STOP_SIGNALS,
+    Backend,
+    Etcd,
+    Handler,
+    Numa,
+    RunConfig,
+    StandbyUntil,
+    Tls,
+)
 from ripstop.model.errors import HelpRequested, UsageError
 from ripstop.model.round import Address
 
@@ -91,8 +102,8 @@ rendezvous
   --nnodes N | MIN:MAX        number of nodes (1)
   --rdzv-backend NAME         c10d: a coordinator listens at the endpoint; etcd: etcd elects the coordinator's node;
                               static: fixed ranks; slurm, mpi or aws-batch: read the nodes from the variables of srun,
-                              mpirun or AWS Batch; or a name of the entry points torchrun.handlers of another package
-                              (static; slurm in a step of srun)
+                              mpirun or AWS Batch; or a handler that another package registers as entry point
+                              torchrun.handlers (static; slurm in a step of srun)
   --rdzv-endpoint HOST[:PORT]  the coordinator's address, the same on all nodes (port 29400); HOST[:PORT],…: nodes that
                                may become the coordinator; with etcd, the addresses of its members
   --rdzv-id NAME              the job's id, the same on all nodes (none; random for a job of one node)
@@ -100,7 +111,7 @@ rendezvous
   --node-rank N               with static: this node's rank; with other backends: the rank it prefers
   --node-label NAME           this node's rack or switch, for rank_by=label
   --master-addr HOST          with static: the address of node 0
-  --master-port PORT          with static: the port of the store on node 0 (29500)
+  --master-port PORT          with static: the port of the coordinator on node 0; on one node, of the store (29500)
   --local-addr HOST           address at which other nodes reach this node
   --api HOST[:PORT]           serve the API of a one-node job over the network; needs RIPSTOP_TOKEN (port 29480)
 
@@ -109,7 +120,7 @@ failures
   --restart-window TIME       count only the restarts within this time (the whole run)
   --restart-backoff TIME      longest delay before a restart if workers fail again within seconds; 0: no delay (30)
   --hang-timeout TIME         if a worker makes no progress for this time, diagnose the hang and restart; 0: never (0)
-  --max-infra-restarts N      how often per hour the job may restart after a hang; --max-restarts does not count it (3)
+  --max-infra-restarts N      how often per hour the job may restart after a hang; not counted by --max-restarts (3)
   --straggler HOW             if the other ranks wait for a slow one: report it; replace its node by a spare, if one is
                               ready; or off (report)
   --straggler-factor NUMBER   a rank is a straggler if steps take this many times as long as without its delay (1.5)
@@ -123,7 +134,7 @@ failures
                               NONE
   --shutdown-timeout TIME     time between SIGTERM and SIGKILL when workers are stopped (30)
   --inprocess-timeout TIME    in-place recovery (@train.elastic): after a fault, a worker that runs code of the old
-                              round for longer is replaced; 0: no in-place recovery (5)
+                              round for longer than this is replaced; 0: no in-place recovery (5)
   --signals-to-handle NAME,…  signals that stop this node and its workers (SIGTERM,SIGINT,SIGHUP,SIGQUIT)
   --monitor-interval TIME     accepted, because torchrun has it; no effect: worker exits are detected without polling
 
@@ -357,7 +368,7 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         probe_port=probe_port(args, environ),
         termination_log=Path(file) if (file := environ.get("RIPSTOP_TERMINATION_LOG")) else None,
         stragglers=stragglers(args, notes),
-        drain_timeout=parsers.duration(*args.labelled("--drain-timeout", "20")),
+        drain_timeout=parsers.duration(*args.labelled("--drain-timeout", f"{DRAIN_TIMEOUT_S:g}")),
         preemption_notice=preemption_notice(args),
         allow_chaos=allow_chaos(args, notes),
         linger="--linger" in args,
