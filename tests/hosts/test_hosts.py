@@ -80,14 +80,13 @@ def test_a_short_cut_of_the_coordinators_host_goes_unnoticed(three: Cluster) -> 
     first, second, _ = three.hosts
     agents = [three.node(host, nnodes="2", lease=20.0) for host in (first, second)]
     three.job.steps(2)
-    said = [agent.err for agent in agents]
     first.cut()
     time.sleep(1.0)  # the length of the cut is what is tested
     last = now(three)
     assert last < time.time() - 0.5, "nothing was cut"
     first.heal()
     three.job.steps(2, after=last)
-    assert [agent.err for agent in agents] == said
+    assert not any("lost" in agent.err for agent in agents)
     assert len(three.job.worker_events(event="start")) == 2
     finish(*agents)
 

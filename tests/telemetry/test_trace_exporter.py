@@ -174,7 +174,8 @@ def test_the_end_of_a_job_waits_one_second_for_a_collector_that_does_not_reply(
 ) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:
         waited = run_job(f"http://127.0.0.1:{silent.getsockname()[1]}")
-    assert "2 spans of the job's traces were not sent" in warnings(caplog)[-1]
+    # later, its thread may report that the collector is gone
+    assert any("2 spans of the job's traces were not sent" in text for text in warnings(caplog))
     assert 0.9 < waited < trace_exporter.LOAD_TIMEOUT_S + trace_exporter.FLUSH_TIMEOUT_S + 1
 
 
