@@ -83,7 +83,7 @@ class Fleet:
     async def send_heartbeats(self) -> None:
         """Evenly over the interval: nodes that started at different times do not beat together."""
         loop = asyncio.get_running_loop()
-        every = 1 + round(ask_after_s(LEASE, self.size, is_elected=False) / self.interval)
+        every = 1 + int(ask_after_s(LEASE, self.size, is_elected=False) / self.interval)
         for turn in itertools.count():
             began = loop.time()
             for n, nodes in enumerate(self.slices):
