@@ -160,13 +160,7 @@ class Harness:
     ) -> AsyncIterator[tuple[WebSocketLink, Recorder]]:
         """An open link of an agent to the coordinator."""
         link = WebSocketLink(
-            address,
-            run_id=run_id,
-            node=node,
-            token=token,
-            lease=lease,
-            max_nodes=1,
-            tls=tls and client_context(tls),
+            address, run_id=run_id, node=node, token=token, lease=lease, max_nodes=1, tls=tls and client_context(tls)
         )
         recorder = Recorder()
         link.open(recorder)

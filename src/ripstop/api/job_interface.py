@@ -111,9 +111,7 @@ async def ask_all(
 ) -> dict[str, T | QueryFailed]:
     """Query many nodes concurrently; each node's reply, or the error, after at most `seconds`."""
     names = list(nodes)
-    replies: dict[str, T | QueryFailed] = {
-        node: QueryFailed(f"node {node} did not reply in {seconds:g} s; try again") for node in names
-    }
+    replies: dict[str, T | QueryFailed] = {}
     unasked = iter(names)  # shared by all tasks
 
     async def ask_in_turn() -> None:
@@ -129,7 +127,11 @@ async def ask_all(
             done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
-        return replies
+        return {node: replies[node] if node in replies else _late(node, seconds) for node in names}
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _late(node: str, seconds: float) -> QueryFailed:
+    return QueryFailed(f"node {node} did not reply in {seconds:g} s; try again")

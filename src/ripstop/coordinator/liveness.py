@@ -94,11 +94,14 @@ class Liveness:
 
     def lost_peer(self, round: Collection[str], now: float) -> str | None:
         """The node of the round that is lost by rule 4."""
+        reporters = {node for node, until in self._peer_reports.items() if now < until}
+        if not reporters:
+            return None  # first: this is called for every event, and many nodes may be disconnected
         disconnected = [node for node in self.disconnected if node in round]
         if len(disconnected) != 1:
             return None
         (node,) = disconnected
-        reporters = {reporter for reporter, until in self._peer_reports.items() if now < until and reporter != node}
+        reporters.discard(node)
         if node not in self._closed_by_node:
             reporters = reporters - {self._own} if len(round) > 2 else set()
         return node if reporters else None
