@@ -88,7 +88,7 @@ bench: $(BENCH)  ## measure ripstop beside torchrun
 PEERS ?= /tmp/ripstop-peers
 
 .PHONY: goodput
-goodput: $(RUN)  ## useful steps under faults: torchrun, ft_launcher, torchft, ripstop (25 minutes; a quiet machine)
+goodput: $(RUN)  ## useful steps under faults: torchrun, ft_launcher, torchft, ripstop (40 minutes; a quiet machine)
 	@$(compiled)
 	test -x $(PEERS)/bin/torchft_lighthouse || { python -m venv $(PEERS) && $(PEERS)/bin/pip install -q torch==2.13.0 \
 		&& $(PEERS)/bin/pip install -q -r requirements/peers.txt; } || echo "peers that could not be installed are left out"

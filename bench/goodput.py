@@ -121,6 +121,7 @@ def launchers(peers: Path | None, ripstop: str) -> list[Launcher | str]:
     ours = [
         Launcher("ripstop", run, "ddp.py", env=secret),
         Launcher("ripstop State", run, "state.py", env=secret),
+        Launcher("ripstop elastic", run, "elastic.py", env=secret),
         Launcher("ripstop elastic+standby", [*run, *standby], "elastic.py", env=secret),
     ]
     return [*found, *ours]
@@ -359,14 +360,14 @@ def run_all(chosen: list[Launcher], faults: list[Fault], a: argparse.Namespace) 
 
 
 def print_table(results: dict[str, dict]) -> None:
-    print(f"{'launcher':15}{'goodput':>9}" + "".join(f"{loss:>12}" for loss in LOSSES) + "   down after each fault, s")
+    print(f"{'launcher':24}{'goodput':>9}" + "".join(f"{loss:>12}" for loss in LOSSES) + "   down after each fault, s")
     for name, result in results.items():
         if "error" in result:
-            print(f"{name:15}{result['error']}\n{result.get('output', '')}")
+            print(f"{name:24}{result['error']}\n{result.get('output', '')}")
             continue
         lost = "".join(f"{100 * result['lost'][loss]:10.1f} %" for loss in LOSSES)
         downs = " ".join(f"{fault['kind'][0]}{fault['down_s'] if fault['met'] else '-'}" for fault in result["faults"])
-        print(f"{name:15}{100 * result['goodput']:7.1f} %{lost}   {downs}")
+        print(f"{name:24}{100 * result['goodput']:7.1f} %{lost}   {downs}")
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """Jobs across machines: cables are cut without notice, hosts die, and everybody finds each other again."""
 
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -86,7 +87,7 @@ def test_a_short_cut_of_the_coordinators_host_goes_unnoticed(three: Cluster) -> 
     assert last < time.time() - 0.5, "nothing was cut"
     first.heal()
     three.job.steps(2, after=last)
-    assert not any("lost" in agent.err for agent in agents)
+    assert not any(re.search("lost|silent|reconnect|rejoin|stopping|left", agent.err) for agent in agents)
     assert len(three.job.worker_events(event="start")) == 2
     finish(*agents)
 
