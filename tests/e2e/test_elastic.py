@@ -85,6 +85,7 @@ def test_the_others_go_on_in_the_same_process_with_the_same_numbers(
     assert [entry for _, entry, _ in job.entries("found", 1)] == [1, 1, 2, 3]
     assert job.recovered() == [2, 2, 2]
     assert "ValueError: the script's own error" in job.agents[-1].err
+    assert "[rank2]: [rank2]:" not in job.agents[-1].err  # torch's hook for exceptions does not pile up
 
 
 def test_a_worker_that_is_stopped_is_replaced_and_its_peers_wait_for_the_new_one(
