@@ -231,7 +231,7 @@ def test_stderr_that_is_not_kept_does_not_fill_the_disk(tmp_path: Path) -> None:
     script = tmp_path / "s.py"
     script.write_text(
         "import os, sys, time\n"
-        "for _ in range(100_000): sys.stderr.write('x' * 99 + '\\n')\n"
+        "for _ in range(100_000): sys.stderr.write('~' * 99 + '\\n')\n"
         "path = os.readlink('/proc/self/fd/2')\n"
         "while os.stat(path).st_blocks * 512 > 4 << 20: time.sleep(0.01)\n"
         "print(os.stat(path).st_size)\n"
@@ -240,7 +240,7 @@ def test_stderr_that_is_not_kept_does_not_fill_the_disk(tmp_path: Path) -> None:
         [sys.executable, "-m", "ripstop", "run", script], capture_output=True, check=True, timeout=120
     )
     assert done.stdout == b"10000000\n"
-    assert done.stderr.count(b"x" * 99 + b"\n") == 100_000
+    assert done.stderr.count(b"~") == 9_900_000  # a log line of ripstop may divide one of these lines
 
 
 def test_a_console_that_is_not_read_blocks_neither_signals_nor_the_exit(job: Job, tmp_path: Path) -> None:

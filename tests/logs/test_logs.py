@@ -466,6 +466,32 @@ def test_without_a_prefix_a_long_output_is_divided_between_lines(tmp_path: Path)
     assert all(block.endswith(b"\n") for block in blocks[:-1])
 
 
+def test_without_a_prefix_a_line_that_is_just_being_written_is_not_divided(tmp_path: Path) -> None:
+    path = tmp_path / "err.log"
+    path.touch()
+    file = _LogFile(path, None, None, keep_end_only=False, reserve_space=False)
+    append(path, b"line\nhalf")
+    assert file.next_output() == (b"line\n", True)
+    append(path, b" a line\n")
+    assert file.next_output() == (b"half a line\n", True)
+    append(path, b"password: ")
+    assert file.next_output() == (b"", True)
+    assert file.next_output() == (b"password: ", True)  # its end has not come in time
+    file.close()
+
+
+def test_a_partial_line_is_copied_when_its_worker_has_ended(
+    tmp_path: Path, console: Console, terminal: Terminal
+) -> None:
+    path, reader = tmp_path / "err.log", terminal.reader()
+    path.touch()
+    console.follow(path, terminal.into)
+    append(path, b"line\nthe end")
+    asyncio.run(finish(console, path))
+    terminal.hang_up()
+    assert reader.all() == b"line\nthe end"
+
+
 def test_earlier_content_of_a_file_is_not_copied(tmp_path: Path, console: Console, terminal: Terminal) -> None:
     path, reader = tmp_path / "out.log", terminal.reader()
     path.write_bytes(b"yesterday\n")

@@ -5,8 +5,8 @@ agent, nor the workers, nor the other console: unread output stays in the files.
 
 1. With a prefix, only whole lines are written, so that lines of different workers never mix.  A carriage return ends a
    line, too; otherwise a progress bar would appear only at its end.
-2. Without a prefix, bytes are copied as they come.  A block of several lines ends with a whole line, and a partial line
-   is a block of its own.  So a line that the worker is just writing is rarely divided by one of the agent's own.
+2. Without a prefix, bytes are copied as they come.  A partial line at the end of a file is written at the second look,
+   a few milliseconds later.  So a line that the worker is just writing is rarely divided by one of the agent's own.
 3. A console that cannot be written to (a closed pipe, a full disk) is ignored.  The file has all output.
 4. Nothing polls where inotify is available.
 5. A worker never fails because the disk of a log file is full that the user did not ask for.  Disk space is reserved
@@ -191,6 +191,7 @@ class _LogFile:
         self.path = path
         self.fd = os.open(path, access | no_follow(path) | os.O_CLOEXEC | os.O_NONBLOCK)
         self.found_disk_full = False
+        self.holds_partial_line = False  # at the end of the file, until the next look
         self._position = os.fstat(self.fd).st_size  # only what is appended from now on is copied
         self._prefixer = prefixer
         self._filtered = filtered
@@ -213,22 +214,25 @@ class _LogFile:
     def next_output(self) -> tuple[bytes, bool]:
         """What to write to the console, and whether there was anything to read."""
         data = self._read()
+        was_read = bool(data)
         if self._prefixer is None:
-            data = self._unread_partial_line(data)
+            data = self._without_partial_line(data)
         if self._keep_end_only and self._position - self._freed_until > 2 * _MIN_KEPT_BYTES:
             self._freed_until = free_range(self.fd, self._freed_until, self._position - _MIN_KEPT_BYTES)
         if self._reserved_until is not None and self._position + RESERVED_BYTES // 2 > self._reserved_until:
             self._reserved_until = self._reserve()
         if self._filtered:
             self._filtered.feed(data)
-        return (self._prefixer.feed(data) if self._prefixer else data), bool(data)
+        return (self._prefixer.feed(data) if self._prefixer else data), was_read
 
-    def _unread_partial_line(self, data: bytes) -> bytes:
+    def _without_partial_line(self, data: bytes) -> bytes:
         """The whole lines of a block (rule 2); the next block begins with the rest."""
-        end = data.rfind(b"\n") + 1
-        if end:
-            self._position -= len(data) - end
-        return data[:end] or data
+        end, is_full = data.rfind(b"\n") + 1, len(data) == MAX_READ_BYTES
+        if not end and (is_full or self.holds_partial_line):
+            end = len(data)
+        self.holds_partial_line = end < len(data) and not is_full
+        self._position -= len(data) - end
+        return data[:end]
 
     def _read(self) -> bytes:
         """The next bytes, at most `MAX_READ_BYTES`; empty at the end of the file."""
@@ -370,7 +374,8 @@ class _Copier:
 
     def _finish(self, path: Path, done: Callable[[], None]) -> None:
         for file in [file for file in self._files.values() if file.path == path]:
-            self._copy(file, file.unread())  # bounded: orphans of the worker may still write
+            for _ in range(2):  # the second time for a partial line
+                self._copy(file, file.unread())  # bounded: orphans of the worker may still write
             self._write_lines(file.end())
             self._remove(file.fd)
         done()
@@ -398,6 +403,8 @@ class _Copier:
                 self._disk_full_logged = True
                 log.warning("the disk of %s is full: only the console has the complete output of workers", file.path)
             self._write_lines(output)
+            if file.holds_partial_line:
+                break
             limit -= MAX_READ_BYTES
         self._unread.add(file.fd)
 
