@@ -22,7 +22,7 @@ UPGRADE = (
     b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: cmlwc3RvcCBiZW5jaCEhIQ==\r\n"
 )
 JOB = "e2e"
-PATIENCE_S = 60  # a busy machine disconnects later
+DISCONNECT_TIMEOUT_S = 60  # a busy machine disconnects later
 tally = {"tried": 0, "rejected": 0, "accepted": 0}
 
 
@@ -143,7 +143,7 @@ async def one(act, host, port, end, tls):
         return
     tally["tried"] += 1
     try:
-        async with asyncio.timeout_at(end + PATIENCE_S):
+        async with asyncio.timeout_at(end + DISCONNECT_TIMEOUT_S):
             await act(reader, writer)
     except TimeoutError:
         pass

@@ -18,7 +18,7 @@ from ripstop.kubernetes.kube_client import ApiError, Cluster, Conflict, NotFound
 from ripstop.kubernetes.manifests import JOB
 from ripstop.kubernetes.spec import GROUP, KIND, VERSION
 
-PATIENCE = 30.0  # seconds
+WAIT_TIMEOUT_S = 30.0
 HERE = Path(__file__).parent
 NOWHERE = {"ripstop.dev/test": "nowhere"}  # no real node takes our pods
 TALKATIVE = "10.1.2.3"  # the address of a coordinator that answers
@@ -34,7 +34,7 @@ def needs_a_cluster() -> None:
         pytest.importorskip(package, reason=f"{package} is not installed: requirements/kube.txt")
 
 
-def eventually(look: Callable[[], T], seconds: float = PATIENCE) -> T:
+def eventually(look: Callable[[], T], seconds: float = WAIT_TIMEOUT_S) -> T:
     """What `look` returns, once that is something; it may fail until then."""
     deadline = time.monotonic() + seconds
     while True:

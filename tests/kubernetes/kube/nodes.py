@@ -25,7 +25,7 @@ from tests.kubernetes.kube.lab import HERE, Place, eventually, needs_a_cluster
 
 ROOT = HERE.parents[2]
 IMAGE = os.environ.get("RIPSTOP_TEST_IMAGE", "lab.invalid/busybox:1")
-PATIENCE = 120.0  # seconds: torch is long in coming where three nodes share a machine
+WAIT_TIMEOUT_S = 120.0  # torch starts slowly where three nodes share a machine
 EVERY = 5  # steps: a checkpoint
 
 
@@ -96,7 +96,7 @@ def helper(place: Place, name: str, command: list[str], node: str) -> str:
     """A pod for the tests' own needs; its address."""
     place.create("Pod", name, spec=a_pod(command) | on(node))
     path = core_path(place.name, "pods", name)
-    eventually(lambda: place.cluster.get(path)["status"]["phase"] == "Running", PATIENCE)
+    eventually(lambda: place.cluster.get(path)["status"]["phase"] == "Running", WAIT_TIMEOUT_S)
     return str(place.cluster.get(path)["status"]["podIP"])
 
 
@@ -155,7 +155,7 @@ class Training:
     def first(self, since: float, fits: Callable[[Step], bool]) -> Step:
         """The first step after a time that is as wanted, once there is one."""
         return eventually(
-            lambda: next((step for step in self.steps() if step.at > since and fits(step)), None), PATIENCE
+            lambda: next((step for step in self.steps() if step.at > since and fits(step)), None), WAIT_TIMEOUT_S
         )  # type: ignore[return-value]
 
     def running(self, pod: str, *, instead: str = "") -> float:
@@ -165,7 +165,7 @@ class Training:
             item = self.place.pods().get(pod)
             return item is not None and item["metadata"]["uid"] != instead and item["status"]["phase"] == "Running"
 
-        eventually(runs, PATIENCE)
+        eventually(runs, WAIT_TIMEOUT_S)
         return time.time()
 
     def steady(self, world: int) -> None:

@@ -16,7 +16,7 @@ from ripstop.kubernetes import deploy
 from ripstop.kubernetes.kube_client import Cluster, core_path
 from tests.kubernetes.kube.conftest import HOME
 from tests.kubernetes.kube.lab import eventually
-from tests.kubernetes.kube.nodes import PATIENCE, Training, a_training, happens, needs_nodes, tell, template
+from tests.kubernetes.kube.nodes import WAIT_TIMEOUT_S, Training, a_training, happens, needs_nodes, tell, template
 
 needs_nodes()
 
@@ -51,8 +51,8 @@ def test_a_job_trains_on_two_nodes(training: Training) -> None:
 
 
 def test_its_status_is_what_its_coordinator_says(training: Training) -> None:
-    eventually(lambda: training.place.job()["status"]["round"] >= 1, PATIENCE)
-    eventually(lambda: 0 < training.place.job()["status"]["goodput"] < 1, PATIENCE)
+    eventually(lambda: training.place.job()["status"]["round"] >= 1, WAIT_TIMEOUT_S)
+    eventually(lambda: 0 < training.place.job()["status"]["goodput"] < 1, WAIT_TIMEOUT_S)
     assert training.place.phase() == "Running"
 
 
@@ -77,7 +77,7 @@ def test_scaled_down_it_goes_on_with_two(training: Training) -> None:
     training.do("scale", "elasticjob/train", "--replicas=2")
     step = training.first(began, lambda step: step.world == 2)
     tell("3 to 2", until_a_step_of_2=step.at - began)
-    eventually(lambda: "train-2" not in training.place.pods(), PATIENCE)
+    eventually(lambda: "train-2" not in training.place.pods(), WAIT_TIMEOUT_S)
     training.steady(2)
     training.healthy()
 
@@ -146,7 +146,7 @@ def test_an_image_that_does_not_exist_is_a_condition_and_disturbs_no_other_job(t
     began = time.time()
     training.place.submit("wrong", maxReplicas=1, replicas=1, template=wrong)
     try:
-        eventually(lambda: training.place.condition("CannotStart", "wrong")["status"] == "True", PATIENCE)
+        eventually(lambda: training.place.condition("CannotStart", "wrong")["status"] == "True", WAIT_TIMEOUT_S)
         message = training.place.condition("CannotStart", "wrong")["message"]
         assert "no-such-image" in message and "correct the image" in message
         uids = training.place.uids("wrong")
@@ -155,7 +155,7 @@ def test_an_image_that_does_not_exist_is_a_condition_and_disturbs_no_other_job(t
         assert {step.world for step in training.steps() if step.at > began} == {3}
     finally:
         training.do("delete", "elasticjob/wrong")
-        eventually(lambda: not training.place.pods("wrong"), PATIENCE)  # a node that is drained would wait for it
+        eventually(lambda: not training.place.pods("wrong"), WAIT_TIMEOUT_S)  # a node that is drained would wait for it
 
 
 def test_a_command_that_is_not_in_the_image_is_a_condition_and_is_tried_ever_more_slowly(training: Training) -> None:
@@ -163,15 +163,15 @@ def test_a_command_that_is_not_in_the_image_is_a_condition_and_is_tried_ever_mor
     wrong["spec"]["containers"][0]["command"] = ["/no/such/command"]
     training.place.submit("wrong", maxReplicas=1, replicas=1, template=wrong)
     try:
-        eventually(lambda: training.place.condition("CannotStart", "wrong")["status"] == "True", PATIENCE)
+        eventually(lambda: training.place.condition("CannotStart", "wrong")["status"] == "True", WAIT_TIMEOUT_S)
         message = training.place.condition("CannotStart", "wrong")["message"]
         assert "/no/such/command" in message and "correct the command or the image" in message
-        eventually(lambda: "CannotStart" in training.place.events("wrong"), PATIENCE)
-        eventually(lambda: training.place.job("wrong")["status"]["losses"][0]["times"] >= 3, PATIENCE)
+        eventually(lambda: "CannotStart" in training.place.events("wrong"), WAIT_TIMEOUT_S)
+        eventually(lambda: training.place.job("wrong")["status"]["losses"][0]["times"] >= 3, WAIT_TIMEOUT_S)
         assert training.place.condition("CannotStart", "wrong")["status"] == "True"
     finally:
         training.do("delete", "elasticjob/wrong")
-        eventually(lambda: not training.place.pods("wrong"), PATIENCE)
+        eventually(lambda: not training.place.pods("wrong"), WAIT_TIMEOUT_S)
 
 
 def test_a_node_that_is_drained_is_left_in_order(training: Training) -> None:
@@ -196,7 +196,7 @@ def test_a_node_that_is_lost_is_done_without(training: Training, loss: str, reme
     finally:
         happens(remedy, node)
     back = time.time()
-    eventually(lambda: training.ready(node), PATIENCE)
+    eventually(lambda: training.ready(node), WAIT_TIMEOUT_S)
     training.steady(3)
     assert {step.world for step in training.steps() if step.at > back} == {3}
     training.healthy()
@@ -205,5 +205,5 @@ def test_a_node_that_is_lost_is_done_without(training: Training, loss: str, reme
 def test_it_ends_when_it_is_done(training: Training) -> None:
     training.steady(3)
     (training.folder / "end").touch()
-    eventually(lambda: training.place.phase() == "Succeeded", PATIENCE)
+    eventually(lambda: training.place.phase() == "Succeeded", WAIT_TIMEOUT_S)
     training.healthy()

@@ -12,7 +12,7 @@ import pytest
 
 from ripstop.kubernetes.kube_client import Cluster
 from tests.kubernetes.kube.lab import eventually
-from tests.kubernetes.kube.nodes import PATIENCE, Training, a_training, helper, needs_nodes
+from tests.kubernetes.kube.nodes import WAIT_TIMEOUT_S, Training, a_training, helper, needs_nodes
 
 needs_nodes()
 ETCD = shutil.which("etcd")
@@ -47,7 +47,7 @@ def coordinator(training: Training) -> str:
                 return pod
         return None
 
-    found = eventually(elected, PATIENCE)
+    found = eventually(elected, WAIT_TIMEOUT_S)
     assert found is not None
     return found
 
@@ -59,7 +59,7 @@ def known_round(training: Training) -> int:
 
 def test_the_status_comes_from_the_elected_coordinator(training: Training) -> None:
     training.steady(3)
-    eventually(lambda: known_round(training) >= 1, PATIENCE)
+    eventually(lambda: known_round(training) >= 1, WAIT_TIMEOUT_S)
     training.healthy()
 
 
@@ -68,7 +68,7 @@ def test_the_elected_pod_is_killed_without_notice(training: Training) -> None:
     before, pod = known_round(training), coordinator(training)
     agent = training.agent(pod)
     training.loses("coordinator's agent killed, with etcd", pod, lambda: os.kill(agent, signal.SIGKILL), of=3)
-    eventually(lambda: known_round(training) > before, PATIENCE)
+    eventually(lambda: known_round(training) > before, WAIT_TIMEOUT_S)
 
 
 def test_the_pod_of_rank_0_is_deleted_by_force(training: Training) -> None:
@@ -79,5 +79,5 @@ def test_the_pod_of_rank_0_is_deleted_by_force(training: Training) -> None:
 def test_it_ends_when_it_is_done(training: Training) -> None:
     training.steady(3)
     (training.folder / "end").touch()
-    eventually(lambda: training.place.phase() == "Succeeded", PATIENCE)
+    eventually(lambda: training.place.phase() == "Succeeded", WAIT_TIMEOUT_S)
     training.healthy()

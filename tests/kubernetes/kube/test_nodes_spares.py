@@ -10,7 +10,7 @@ import pytest
 
 from ripstop.kubernetes.kube_client import Cluster
 from tests.kubernetes.kube.lab import eventually
-from tests.kubernetes.kube.nodes import PATIENCE, Training, a_training, needs_nodes, tell
+from tests.kubernetes.kube.nodes import WAIT_TIMEOUT_S, Training, a_training, needs_nodes, tell
 
 needs_nodes()
 
@@ -27,7 +27,7 @@ def training(
 
 
 def everybody_is_ready(training: Training, pods: int) -> None:
-    eventually(lambda: training.place.job()["status"]["readyReplicas"] == pods, PATIENCE)
+    eventually(lambda: training.place.job()["status"]["readyReplicas"] == pods, WAIT_TIMEOUT_S)
 
 
 def trainers(training: Training, world: int) -> set[str]:
