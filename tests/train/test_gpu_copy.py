@@ -16,6 +16,7 @@ from ripstop import train
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 state = train.State(model=model, optimizer=optimizer, step=0)
+state.restore()
 for step in range(4):
     model(torch.randn(4, 8, device="cuda")).square().mean().backward()
     optimizer.step()
