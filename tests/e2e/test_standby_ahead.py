@@ -193,7 +193,7 @@ def test_a_script_that_does_not_reach_its_function_is_reported_and_the_job_recov
     waiting = job.wait_ready()
     lines = [line for line in agent.err.splitlines() if "standby of local_rank" in line]
     assert len(lines) == 1 and message in lines[0]
-    assert lines[0].endswith("; a standby that waits before the script takes its place")
+    assert lines[0].endswith("; ripstop replaces this standby with one that waits before the script")
     job.kill(rank=1)
     assert job.wait_for(event="enter", rank=1, restart=1)["pid"] in waiting
     job.release()

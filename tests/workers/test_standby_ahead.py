@@ -27,7 +27,7 @@ from tests.workers.test_standby import TELLS_ALL, Pool, Pools, descriptors
 
 WAIT = "from ripstop.train import standby_gate; standby_gate.wait()\n"
 TELLS = f"import os; print('start', os.environ['RANK'])\n{WAIT}print('enter', os.environ['RANK'], os.getpid())"
-BEFORE_SCRIPT = "a standby that waits before the script takes its place"
+BEFORE_SCRIPT = "ripstop replaces this standby with one that waits before the script"
 
 
 @asynccontextmanager

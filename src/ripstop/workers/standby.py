@@ -46,7 +46,7 @@ SETS_GPU_VARIABLE = re.compile(rf"environ\[{_NAME}\s*\]\s*=(?!=)|(?:environ\.set
 CONSEQUENCES = {  # of a failure, and of a final one
     (StandbyUntil.SCRIPT, False): "workers start without it",
     (StandbyUntil.SCRIPT, True): "ripstop does not try again",
-    (StandbyUntil.ELASTIC, False): "a standby that waits before the script takes its place",
+    (StandbyUntil.ELASTIC, False): "ripstop replaces this standby with one that waits before the script",
     (StandbyUntil.ELASTIC, True): "from now on, standbys wait before the script",
 }
 
