@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from ripstop.train import agreement
+from ripstop.train import agreement, buffer_slots
 from ripstop.train.agreement import (
-    BLOCKING_BUFFERS,
-    OVERLAPPED_BUFFERS,
     Commit,
     Compare,
     Digests,
@@ -22,6 +20,7 @@ from ripstop.train.agreement import (
     Restore,
     Start,
 )
+from ripstop.train.buffer_slots import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS
 
 MAX_KILLS = {2: 2, 3: 1}  # by the number of ranks
 MAX_COMMITS = 4  # in one round
@@ -92,8 +91,8 @@ class Model:
             yield self.started(world, rank)
 
     def started(self, world: World, rank: Rank) -> Rank:
-        slot = agreement.next_slot(rank.order, self.buffers)
-        order = tuple(agreement.newest_last(rank.order, slot))
+        slot = buffer_slots.next_slot(rank.order, self.buffers)
+        order = tuple(buffer_slots.newest_last(rank.order, slot))
         return replace(
             rank,
             slots=_put(rank.slots, slot, self.when_started(world, rank, dict(rank.slots).get(slot))),
@@ -127,7 +126,7 @@ class Model:
             slot = next((slot for slot, written in rank.slots if written and written.commit == found), None)
             if found and (slot is None or dict(rank.slots)[slot] != Written(found)):
                 raise Lost(f"{rank} cannot restore {found}")
-            order = tuple(agreement.newest_last(sorted(slot for slot, _ in rank.slots), slot))
+            order = tuple(buffer_slots.newest_last(sorted(slot for slot, _ in rank.slots), slot))
             ranks.append(Rank(rank.slots, order, found.number if found else 0))
         return World(tuple(ranks), world.round + 1, found)
 
@@ -136,7 +135,7 @@ class Freeing(Model):
     """Buffers of ranks that have left a node are freed only if all ranks have a newer commit."""
 
     def successors(self, world: World) -> Iterator[World]:
-        if any(agreement.may_free_others(rank.committed) for rank in world.ranks):
+        if any(buffer_slots.may_free_others(rank.committed) for rank in world.ranks):
             for rank in world.ranks:
                 if not any(written and written.commit.round == world.round for _, written in rank.slots):
                     raise Lost(f"{rank} has no commit of this round, and another rank frees older ones: {world}")
@@ -222,8 +221,8 @@ def test_buffers_of_ranks_that_left_are_freed_when_all_ranks_have_a_commit_of_th
 
 @pytest.mark.parametrize("early", [1, 2])
 def test_buffers_of_ranks_that_left_are_not_freed_earlier(early: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not agreement.may_free_others(early)
-    monkeypatch.setattr(agreement, "may_free_others", lambda commits: commits >= early)
+    assert not buffer_slots.may_free_others(early)
+    monkeypatch.setattr(buffer_slots, "may_free_others", lambda commits: commits >= early)
     with pytest.raises(Lost):
         Freeing(2, OVERLAPPED_BUFFERS, overlapped=True).explore()
 
@@ -232,18 +231,18 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def the_newest_is_overwritten(patch: pytest.MonkeyPatch) -> None:
-    right = agreement.next_slot
-    patch.setattr(agreement, "next_slot", lambda slots, n: slots[-1] if len(slots) == n else right(slots, n))
+    right = buffer_slots.next_slot
+    patch.setattr(buffer_slots, "next_slot", lambda slots, n: slots[-1] if len(slots) == n else right(slots, n))
 
 
 def a_restored_commit_is_overwritten_first(patch: pytest.MonkeyPatch) -> None:
-    right = agreement.newest_last
+    right = buffer_slots.newest_last
 
     def newest_last(slots: Sequence[int], newest: int | None) -> list[int]:
         is_restore = list(slots) == sorted(slots)
         return right(slots, newest)[::-1] if is_restore and len(slots) > 1 else right(slots, newest)
 
-    patch.setattr(agreement, "newest_last", newest_last)
+    patch.setattr(buffer_slots, "newest_last", newest_last)
 
 
 def a_commit_is_complete_before_its_copy(patch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,8 @@ def commit(saving: SaverInAThread, *, count: int = 1, **values: Any) -> None:
 
 
 def saved(directory: Path, name: str = "state") -> list[Path]:
-    return [each.path for each in checkpoint_files.checkpoints(checkpoint_files.folder(str(directory), name))]
+    folder = checkpoint_files.checkpoint_folder(str(directory), name)
+    return [each.path for each in checkpoint_files.checkpoints(folder)]
 
 
 def test_a_new_job_continues_from_disk_with_every_bit(agent: Agent, saving: SaverInAThread, directory: Path) -> None:
@@ -165,7 +166,7 @@ def test_the_newer_of_memory_and_disk_is_restored(agent: Agent, saving: SaverInA
     assert (state.restored_from, state.step) == ("memory", 50)
     del state
     gc.collect()
-    newer = on_disk.with_name(checkpoint_files.saved_name(NEXT_JOB, 3))
+    newer = on_disk.with_name(checkpoint_files.checkpoint_name(NEXT_JOB, 3))
     shutil.copytree(on_disk, newer)
     text = json.loads((newer / "ripstop.json").read_text().split("\n")[0])
     (newer / "ripstop.json").unlink()
@@ -228,15 +229,15 @@ def test_without_a_usable_checkpoint_training_starts_from_the_beginning(
 def test_the_newest_two_stay_and_foreign_files_are_left_alone(
     agent: Agent, saving: SaverInAThread, directory: Path
 ) -> None:
-    folder = checkpoint_files.folder(str(directory), "state")
+    folder = checkpoint_files.checkpoint_folder(str(directory), "state")
     folder.mkdir(parents=True)
     (folder / "notes.txt").write_text("mine")
-    mine = folder / checkpoint_files.saved_name(0, 1)  # looks like ours, and has another file
+    mine = folder / checkpoint_files.checkpoint_name(0, 1)  # looks like ours, and has another file
     mine.mkdir()
     (mine / "weights.pt").write_text("mine")
-    link = folder / checkpoint_files.saved_name(0, 2)
+    link = folder / checkpoint_files.checkpoint_name(0, 2)
     link.symlink_to(mine)
-    left = folder / checkpoint_files.unfinished_name(0, 9, is_shared=False)  # of a killed saver
+    left = folder / checkpoint_files.unfinished_checkpoint_name(0, 9, is_shared=False)  # of a killed saver
     left.mkdir()
     (left / "__0_0.distcp").write_text("part")
     commit(saving, count=4, step=1)
@@ -251,7 +252,7 @@ def test_the_newest_two_stay_and_foreign_files_are_left_alone(
 def test_a_buffer_that_changes_while_it_is_read_is_not_saved(
     agent: Agent, saving: SaverInAThread, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = checkpoint_files.table
+    table = checkpoint_files.file_table
 
     def table_and_change(path: Path, names: set[str]) -> dict[str, list[int]]:
         memory = AgentMemory(f"{agent.path}-state")
@@ -260,10 +261,10 @@ def test_a_buffer_that_changes_while_it_is_read_is_not_saved(
             os.close(fd)
         return table(path, names)
 
-    monkeypatch.setattr(checkpoint_files, "table", table_and_change)
+    monkeypatch.setattr(checkpoint_files, "file_table", table_and_change)
     commit(saving, step=1)
     assert "has changed meanwhile" in saving.results[0]["problem"]
-    folder = checkpoint_files.folder(str(directory), "state")
+    folder = checkpoint_files.checkpoint_folder(str(directory), "state")
     assert list(folder.iterdir()) == []
 
 
@@ -439,7 +440,8 @@ def test_without_memory_commits_go_to_disk_and_come_back_from_there(
     torch.manual_seed(number)
     torch.rand(1)
     assert equal(torch.get_rng_state(), found)
-    assert {path.name[:7] for path in checkpoint_files.folder(str(directory), "state").iterdir()} == {"commit-"}
+    folder = checkpoint_files.checkpoint_folder(str(directory), "state")
+    assert {path.name[:7] for path in folder.iterdir()} == {"commit-"}
 
 
 def test_a_rank_without_memory_keeps_the_pace_of_those_that_have_it(agent: Agent, saving: SaverInAThread) -> None:
@@ -506,7 +508,7 @@ def test_a_saver_killed_at_any_moment_leaves_the_last_checkpoint_whole(
     newest = saved(directory)[0]
     kills = 0
     for number in range(12):
-        checkpoint_files.remove(newest)
+        checkpoint_files.remove_checkpoint(newest)
         process, _ = start()
         time.sleep(took * number / 11)  # any moment is right
         process.kill()
@@ -516,7 +518,7 @@ def test_a_saver_killed_at_any_moment_leaves_the_last_checkpoint_whole(
             checkpoint_files.verify(path, checkpoint_files.description(path)["files"])
         assert saved(directory)[-1] == good
     assert kills
-    checkpoint_files.remove(newest)
+    checkpoint_files.remove_checkpoint(newest)
     process, pipe = start()
     assert "path" in pipe.recv()
     process.join()

@@ -50,7 +50,7 @@ class DiskCluster(Cluster):
         return [result["problem"] for saver in self.savers.values() for result in saver.results if "problem" in result]
 
     def saved(self) -> list[Path]:
-        folder = checkpoint_files.folder(str(self.directory), "state")
+        folder = checkpoint_files.checkpoint_folder(str(self.directory), "state")
         return [each.path for each in checkpoint_files.checkpoints(folder)]
 
 
@@ -164,8 +164,8 @@ def test_a_checkpoint_without_the_file_of_one_node_is_used_by_no_rank(cluster: D
 
 
 def test_a_node_that_cannot_write_costs_the_checkpoint_and_leaves_nothing(cluster: DiskCluster) -> None:
-    folder = checkpoint_files.folder(str(cluster.directory), "state")
-    right = checkpoint_files.write_part
+    folder = checkpoint_files.checkpoint_folder(str(cluster.directory), "state")
+    right = checkpoint_files.write_checkpoint_part
 
     def write_part(path: Path, first_rank: int, data: bytes) -> None:
         if first_rank:
@@ -173,7 +173,7 @@ def test_a_node_that_cannot_write_costs_the_checkpoint_and_leaves_nothing(cluste
         right(path, first_rank, data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_files, "write_part", write_part)
+        patch.setattr(checkpoint_files, "write_checkpoint_part", write_part)
         cluster.run_on_disk(unequal, "ab", 4)
     assert cluster.problems()
     allowed = ("No space left on device", "another node has removed its parts")
@@ -207,9 +207,9 @@ def test_a_name_with_other_content_on_another_mesh_is_not_saved(cluster: DiskClu
 
 
 def test_an_unfinished_checkpoint_of_a_lost_job_is_not_part_of_the_next_one(cluster: DiskCluster) -> None:
-    folder = checkpoint_files.folder(str(cluster.directory), "state")
+    folder = checkpoint_files.checkpoint_folder(str(cluster.directory), "state")
     for number in range(1, 13):
-        left = folder / checkpoint_files.unfinished_name(1, number, is_shared=True)
+        left = folder / checkpoint_files.unfinished_checkpoint_name(1, number, is_shared=True)
         left.mkdir(parents=True)
         (left / "part-0.pickle").write_bytes(b"not a part of this job")
     cluster.run_on_disk(unequal, "ab", 12)

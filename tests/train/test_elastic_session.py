@@ -22,8 +22,8 @@ from ripstop.train.transfer import TransferError
 @pytest.fixture(autouse=True)
 def no_round_is_over() -> Iterator[None]:
     yield
-    interruption.enter()
-    interruption.leave()
+    interruption.enter_interruptible()
+    interruption.leave_interruptible()
     interruption.entries = 0
 
 
@@ -56,7 +56,7 @@ def test_an_elastic_function_cannot_be_inside_another() -> None:
 
 def test_a_safe_point_raises_when_the_round_is_over_and_a_script_that_catches_exceptions_does_not_stop_it() -> None:
     state = train.State("interrupted", step=0)
-    interruption.enter()
+    interruption.enter_interruptible()
     interruption.interrupt()
     for call in (lambda: train.heartbeat(1), state.restore, state.commit):
         with pytest.raises(interruption.Interrupted):
@@ -67,7 +67,7 @@ def test_a_safe_point_raises_when_the_round_is_over_and_a_script_that_catches_ex
 
 
 def test_only_the_thread_of_the_function_is_interrupted() -> None:
-    interruption.enter()
+    interruption.enter_interruptible()
     interruption.interrupt()
     with ThreadPoolExecutor(1) as other:
         other.submit(train.heartbeat, 1).result()
@@ -75,20 +75,20 @@ def test_only_the_thread_of_the_function_is_interrupted() -> None:
 
 def test_in_every_round_restore_comes_before_commit() -> None:
     state = train.State("rounds", step=0)
-    interruption.enter()
+    interruption.enter_interruptible()
     state.restore()
     state.commit()
-    interruption.enter()
+    interruption.enter_interruptible()
     with pytest.raises(RuntimeError, match="after restore"):
         state.commit()
 
 
 def test_a_state_made_inside_the_function_replaces_that_of_the_last_round() -> None:
-    interruption.enter()
+    interruption.enter_interruptible()
     kept = train.State("inside", step=1)
     with pytest.raises(ValueError, match="has a State of this name"):
         train.State("inside", step=2)
-    interruption.enter()
+    interruption.enter_interruptible()
     assert train.State("inside", step=2).step == 2
     assert kept.step == 1
 

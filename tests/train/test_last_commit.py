@@ -128,7 +128,7 @@ def test_the_next_round_interrupts_the_wait_after_the_last_commit(tmp_path: Path
             agent.send(b'{"held": [], "ending": true}')
             assert memory.is_last_commit_due("state")
             agent.send(b"{}")  # the reply to "waits"
-            interruption.enter()
+            interruption.enter_interruptible()
             thread = threading.Timer(0.0 if is_told_before else 0.2, interruption.interrupt)
             thread.start()
             if is_told_before:
@@ -138,5 +138,5 @@ def test_the_next_round_interrupts_the_wait_after_the_last_commit(tmp_path: Path
                     memory.wait_for_end()
             finally:
                 thread.join()
-                interruption.enter()  # forgets the interruption
-                interruption.leave()
+                interruption.enter_interruptible()  # forgets the interruption
+                interruption.leave_interruptible()

@@ -62,7 +62,7 @@ def test_a_recorded_proof_is_of_no_use(giver: Giver) -> None:
     nonce = bytes(transfer.NONCE_BYTES)
     with socket.create_connection((giver.host, giver.port)) as raw:
         first = raw.recv(transfer.NONCE_BYTES, socket.MSG_WAITALL)
-        proof = nonce + transfer._mac(KEY, b"receiver", first + nonce)
+        proof = nonce + transfer._transfer_mac(KEY, b"receiver", first + nonce)
         raw.sendall(proof + transfer._REQUEST.pack(3, 0, 1, False))
         assert len(raw.recv(1 + transfer.MAC_BYTES, socket.MSG_WAITALL)) == 1 + transfer.MAC_BYTES
     with socket.create_connection((giver.host, giver.port)) as raw:
@@ -167,7 +167,7 @@ def test_a_node_whose_name_is_its_loopback_is_reached_under_its_name(monkeypatch
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
         monkeypatch.setenv("MASTER_ADDR", host)
         monkeypatch.setenv("MASTER_PORT", "1")
-        return transfer._addresses()
+        return transfer._giver_addresses()
 
     assert addresses("127.0.0.1", "127.0.0.1") == ("127.0.0.1", "127.0.0.1")
     assert addresses("localhost", "127.0.0.1") == ("127.0.0.1", "127.0.0.1")

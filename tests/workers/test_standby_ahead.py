@@ -176,8 +176,8 @@ def test_it_holds_its_socket_and_the_agent_s_streams_and_nothing_else(stage):
 
 
 def test_a_fork_of_a_standby_is_no_standby(stage):
-    fork = "child = os.fork()\nif not child: os._exit(standby_gate.find() is None)\n"
-    check = "assert os.waitpid(child, 0)[1] == 1 << 8 and standby_gate.find() is not None\n"
+    fork = "child = os.fork()\nif not child: os._exit(standby_gate.find_gate() is None)\n"
+    check = "assert os.waitpid(child, 0)[1] == 1 << 8 and standby_gate.find_gate() is not None\n"
     script = "import os\nfrom ripstop.train import standby_gate\nif 'RIPSTOP_STANDBY' in os.environ:\n"
     script += f"    exec({fork + check!r})\n"
 

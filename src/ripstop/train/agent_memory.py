@@ -136,7 +136,7 @@ class AgentMemory:
     def _wait(self, timeout: float | None) -> None:
         self._socket.settimeout(timeout)
         try:
-            with interruption.waking(self._shut_down):
+            with interruption.interruptible_wait(self._shut_down):
                 while self._is_ending:
                     self._on_held(self._receive()[0])
         except TimeoutError as error:

@@ -14,19 +14,10 @@ of its peers.
 
 Equality is never assumed: the ranks compare digests before a shard stands in for another.  The random states of a rank
 are its own; a rank that gets another's shard keeps those that its script has set.
-
-How many buffers a rank needs (`tests/train/test_agreement_model.py`): a collective lies between two commits of a rank.
--   If `commit` returns when the copy is done, two are enough.  A rank that overwrites n-1 with n+1 has passed the
-    collective of step n+1, which its peers entered after they had finished n.
--   If the copy continues during the next step, peers may enter that collective while they still copy n.  So n-1 must
-    stay while n+1 is written: three buffers.
 """
 
 from collections.abc import Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
-
-BLOCKING_BUFFERS = 2
-OVERLAPPED_BUFFERS = 3
+from dataclasses import astuple, dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -49,6 +40,14 @@ class Offer:
     shard: int
     is_replicated: bool = False
     is_sharded: bool = False
+
+    def pack(self) -> list[int]:
+        return [*astuple(self.commit), self.shard, int(self.is_replicated), int(self.is_sharded)]
+
+    @classmethod
+    def unpack(cls, packed: Sequence[int]) -> "Offer":
+        round, number, world_size, shard, is_replicated, is_sharded = packed
+        return cls(Commit(round, number, world_size), shard, bool(is_replicated), bool(is_sharded))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +109,14 @@ def agree(holdings: Sequence[Holding]) -> Generator[Compare, Digests, Restore | 
         is_sharded = any(sharded for _, sharded in traits[commit])
         if not missing and commit.world_size == world_size:
             plan = _plan(commit, held[commit], holdings, problem)
-            return replace(plan, holders=_holders(held[commit], holdings)) if is_sharded else plan
+            return replace(plan, holders=_shard_holders(held[commit], holdings)) if is_sharded else plan
         lacks = f"commit {commit.number} lacks the shards of ranks {_listed(missing)}" if missing else ""
         if missing and (is_sharded or not all(replicated for replicated, _ in traits[commit])):
             problem = problem or f"{lacks}, and the state is not known to be equal on all ranks"
             continue
         differing = _differing((yield Compare(commit, _shared_out(held[commit], holdings))))
         if not differing and is_sharded:
-            return Restore(commit, holders=_holders(held[commit], holdings), skipped=problem)
+            return Restore(commit, holders=_shard_holders(held[commit], holdings), skipped=problem)
         if not differing:
             return _plan(commit, held[commit], holdings, problem)
         lacks = lacks or f"commit {commit.number} was made by {commit.world_size} ranks, this round has {world_size}"
@@ -163,7 +162,7 @@ def _plan(commit: Commit, held: Mapping[int, set[int]], holdings: Sequence[Holdi
     return Restore(commit, tuple(shards), tuple(transfers), skipped=skipped)
 
 
-def _holders(held: Mapping[int, set[int]], holdings: Sequence[Holding]) -> tuple[tuple[int, ...], ...]:
+def _shard_holders(held: Mapping[int, set[int]], holdings: Sequence[Holding]) -> tuple[tuple[int, ...], ...]:
     ranks = _ranks_by_node(holdings)
     return tuple(tuple(rank for node in sorted(held[shard]) for rank in ranks[node]) for shard in sorted(held))
 
@@ -187,26 +186,3 @@ def _differing(digests: Digests) -> list[str]:
 
 def _listed(values: Sequence[object]) -> str:
     return ", ".join(map(str, values[:8])) + (", …" if len(values) > 8 else "")
-
-
-def may_free_others(commits: int) -> bool:
-    """Whether all ranks have a commit of this round.  `commits` is the number of this rank's commits since its restore.
-
-    This rank has begun its commit n after a collective that its peers entered when commit n-2 was complete.  No rank
-    then needs what this node holds of ranks that have left it.
-    """
-    return commits >= OVERLAPPED_BUFFERS
-
-
-def next_slot(slots: Sequence[int], buffers: int, held: Collection[int] = ()) -> int:
-    """The slot of the next commit: the one whose commit is oldest, or a new one.  `slots` are oldest first.
-
-    `held` slots are not overwritten: their commits are saved to disk, or are copied to another node, or were.
-    """
-    free = [slot for slot in slots[: max(0, len(slots) - buffers + 1)] if slot not in held]
-    return free[0] if free else min(set(range(len(slots) + 1)) - set(slots))
-
-
-def newest_last(slots: Sequence[int], newest: int | None) -> list[int]:
-    """The order of slots after this one was written or restored; all others may be overwritten before it."""
-    return [*(slot for slot in slots if slot != newest), *([] if newest is None else [newest])]

@@ -11,7 +11,6 @@ one pickle for each rank, with everything but tensors.  Plain DCP ignores both. 
 """
 
 import json
-import mmap
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -22,9 +21,7 @@ from typing import Any
 from urllib.parse import quote
 from zlib import crc32
 
-import torch
-
-from ripstop.train.digest import digest
+from ripstop.train.digest import file_digest
 
 FORMAT = 1
 DESCRIPTION = "ripstop.json"
@@ -52,16 +49,16 @@ class Checkpoint:
     path: Path
 
 
-def folder(directory: str, state: str) -> Path:
+def checkpoint_folder(directory: str, state: str) -> Path:
     """Where the checkpoints of one State are."""
     return Path(directory, quote(state, safe=" ").replace(".", "%2E"))
 
 
-def saved_name(round: int, number: int) -> str:
+def checkpoint_name(round: int, number: int) -> str:
     return f"commit-{round:06d}-{number:012d}"
 
 
-def unfinished_name(round: int, number: int, *, is_shared: bool) -> str:
+def unfinished_checkpoint_name(round: int, number: int, *, is_shared: bool) -> str:
     """Of a directory to which one node writes, or several (`is_shared`)."""
     return f".saving-{round:06d}-{number:012d}{'-parts' if is_shared else ''}"
 
@@ -72,17 +69,17 @@ def pickle_name(rank: int) -> str:
 
 def checkpoints(folder: Path) -> list[Checkpoint]:
     """The checkpoints in a folder, the newest first; other files are ignored."""
-    return _named(folder, _SAVED)
+    return _checkpoints_named(folder, _SAVED)
 
 
-def _named(folder: Path, pattern: re.Pattern[str]) -> list[Checkpoint]:
+def _checkpoints_named(folder: Path, pattern: re.Pattern[str]) -> list[Checkpoint]:
     with suppress(FileNotFoundError, NotADirectoryError):
         matches = [(pattern.fullmatch(path.name), path) for path in folder.iterdir()]
         return sorted((Checkpoint(int(m[1]), int(m[2]), path) for m, path in matches if m), reverse=True)
     return []
 
 
-def table(path: Path, names: Iterable[str]) -> dict[str, list[int]]:
+def file_table(path: Path, names: Iterable[str]) -> dict[str, list[int]]:
     """The sizes and digests of these files."""
     return {name: [(path / name).stat().st_size, file_digest(path / name)] for name in sorted(names)}
 
@@ -93,17 +90,17 @@ def describe(path: Path, content: dict[str, Any]) -> None:
     (path / DESCRIPTION).write_text(f"{text}\n{crc32(text.encode())}\n")
 
 
-def write_part(path: Path, rank: int, data: bytes) -> None:
+def write_checkpoint_part(path: Path, rank: int, data: bytes) -> None:
     """The files of this rank's node are synced: say so."""
     part = path / f"part-{rank}.pickle"
     unfinished = path / f"{part.name}.tmp"
     unfinished.write_bytes(data)
-    sync(unfinished)
+    sync_files(unfinished)
     unfinished.rename(part)
-    sync(path)
+    sync_files(path)
 
 
-def parts(path: Path) -> list[bytes]:
+def read_checkpoint_parts(path: Path) -> list[bytes]:
     """Those that are there, the first ranks first."""
     found = [file for file in path.iterdir() if _PART.fullmatch(file.name)]
     return [file.read_bytes() for file in sorted(found, key=lambda file: int(file.stem.split("-")[1]))]
@@ -117,7 +114,7 @@ def is_first_to_complete(path: Path) -> bool:
     return True
 
 
-def remove_parts(path: Path) -> None:
+def remove_checkpoint_parts(path: Path) -> None:
     """What only savers need.  COMPLETING stays until the checkpoint has its name: no other node may complete it too."""
     for file in list(path.iterdir()):
         if _PART.fullmatch(file.name):
@@ -152,18 +149,7 @@ def verify(path: Path, files: Mapping[str, list[int]]) -> None:
             raise Unusable(f"{file} cannot be read: {error.strerror}") from error
 
 
-def file_digest(path: Path) -> int:
-    with path.open("rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            return 0
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
-            content = torch.frombuffer(mapped, dtype=torch.uint8)
-            found = digest(content)
-            del content
-    return found
-
-
-def sync(*paths: Path) -> None:
+def sync_files(*paths: Path) -> None:
     """Have these files, or the names in these directories, on disk."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
@@ -180,23 +166,23 @@ def prune(folder: Path, keep: int, round: int, number: int, *, keep_parts: bool 
     """
     saved = checkpoints(folder)
     for old in saved[keep:]:
-        remove(old.path)
-    older = [each for each in _named(folder, _UNFINISHED) if (each.round, each.number) < (round, number)]
+        remove_checkpoint(old.path)
+    older = [each for each in _checkpoints_named(folder, _UNFINISHED) if (each.round, each.number) < (round, number)]
     shared = [each for each in older if each.path.name.endswith("-parts")]
     for each in older:
         is_newest = shared[:1] == [each] and each.round == round and not any(each < one for one in saved)
         if not (keep_parts and is_newest):
-            remove(each.path)
+            remove_checkpoint(each.path)
     for path in list(folder.glob(f"{_REMOVED}*")):  # of a killed saver
         _remove_files(path)
 
 
-def newest_round(folder: Path) -> int:
+def newest_checkpoint_round(folder: Path) -> int:
     """Of all commits here, unfinished ones too: what a lost job has left must not be taken for a part of a new one."""
-    return max((each.round for each in (*checkpoints(folder), *_named(folder, _UNFINISHED))), default=0)
+    return max((each.round for each in (*checkpoints(folder), *_checkpoints_named(folder, _UNFINISHED))), default=0)
 
 
-def remove(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Remove a directory that has only our files.
 
     It is renamed first, so that no half checkpoint is ever used, and no other node completes one without these files.
@@ -204,17 +190,17 @@ def remove(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():
         return
     with suppress(FileNotFoundError):  # another node removes it, too
-        if _is_ours(path):
+        if _has_only_checkpoint_files(path):
             _remove_files(path.rename(path.with_name(f"{_REMOVED}{os.urandom(8).hex()}")))
 
 
-def _is_ours(path: Path) -> bool:
+def _has_only_checkpoint_files(path: Path) -> bool:
     return all(_OURS.fullmatch(file.name) and file.is_file() for file in path.iterdir())
 
 
 def _remove_files(path: Path) -> None:
     with suppress(FileNotFoundError):
-        if not path.is_symlink() and _is_ours(path):
+        if not path.is_symlink() and _has_only_checkpoint_files(path):
             for file in list(path.iterdir()):
                 file.unlink(missing_ok=True)
             path.rmdir()

@@ -10,7 +10,7 @@ from typing import Any
 from ripstop.train.state import State
 
 
-class _Checkpoint:
+class _CheckpointerValue:
     """The only value of a Checkpointer's State."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Checkpointer:
     """Every rank calls `load` once, before the first `save`, and `save` after the same steps (as for `State`)."""
 
     def __init__(self, name: str = "checkpoint") -> None:
-        self._checkpoint = _Checkpoint()
+        self._checkpoint = _CheckpointerValue()
         self._state = State(name, checkpoint=self._checkpoint)
         self._is_loaded = False
 

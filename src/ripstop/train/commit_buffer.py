@@ -43,7 +43,7 @@ class CommitBuffer:
     def __init__(self, fd: int, *, is_on_disk: bool = False) -> None:
         self.fd = fd
         self.is_on_disk = is_on_disk
-        self.identity = file_identity(fd)
+        self.identity = _buffer_identity(fd)
         self._map = mmap.mmap(fd, os.fstat(fd).st_size)
         self.bytes: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.size = len(self._map)
@@ -76,7 +76,7 @@ class CommitBuffer:
     @classmethod
     def adopt(cls, fd: int) -> "CommitBuffer":
         """The buffer of this descriptor, which the caller gives away."""
-        if (found := _open.get(file_identity(fd))) is not None:
+        if (found := _open.get(_buffer_identity(fd))) is not None:
             os.close(fd)
             return found
         return cls(fd)
@@ -116,7 +116,7 @@ class CommitBuffer:
         return self.bytes[offset : offset + size].view(dtype).view(shape)
 
 
-def file_identity(fd: int) -> tuple[int, int]:
+def _buffer_identity(fd: int) -> tuple[int, int]:
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
 

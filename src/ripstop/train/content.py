@@ -17,7 +17,7 @@ from ripstop.commit_memory import CONTENT_OFFSET
 from ripstop.train import sharding
 from ripstop.train.commit_buffer import CommitBuffer
 from ripstop.train.digest import digest
-from ripstop.train.sharding import Leaf, Part, Piece, Source, is_dtensor, leaves, local, part_of
+from ripstop.train.sharding import Leaf, Part, Piece, is_dtensor, leaves, local, part_of
 
 RANDOM = "random states"  # a component of every commit, and each rank's own; not a valid name of a user's
 ALIGNMENT_BYTES = 64
@@ -277,7 +277,7 @@ class Stored:
 
     def _without_tensors(self, name: str) -> "hashlib._Hash":
         data, numbers, parts = self._components[name]
-        found = hashlib.sha256(_canonical(data))
+        found = hashlib.sha256(_canonical_pickle(data))
         for number in numbers:
             entry, part = self._entries[number], parts.get(number)
             what = f"{part.shape} {part.layout}" if part else f"{entry.shape}"
@@ -338,9 +338,24 @@ class Stored:
 
         def fill(targets: dict[tuple[str, ...], torch.Tensor]) -> None:
             for path, target in targets.items():
-                sharding.copy_same(found[path], self._in_buffer(found[path].number), target)
+                sharding.copy_same_sharding(found[path], self._in_buffer(found[path].number), target)
 
-        return sharding.load(live, structure, _wholes(self.pieces(name, 0)), fill)
+        return sharding.load_sharded(live, structure, self.pieces(name, 0), fill)
+
+    def load_from_files(
+        self, name: str, live: Any, tensor_names: Sequence[str], fill: Callable[[dict[str, torch.Tensor]], None]
+    ) -> Any:
+        """Give a live value of any sharding its content; `fill` fills tensors by name; `tensor_names` are by number."""
+        structure = self.structure(name)
+        names = {path: tensor_names[leaf.number] for path, leaf in leaves(structure, Leaf)}
+
+        def fill_all(targets: dict[tuple[str, ...], torch.Tensor]) -> None:
+            left = dict(targets)
+            while left:  # tied tensors have one name
+                paths = {names[path]: path for path in left}
+                fill({tensor_name: left.pop(path) for tensor_name, path in paths.items()})
+
+        return sharding.load_sharded(live, structure, self.pieces(name, 0), fill_all)
 
     def _in_buffer(self, number: int) -> torch.Tensor:
         entry = self._entries[number]
@@ -354,43 +369,6 @@ class Stored:
                 self._in_buffer(number)
             )
         return self._made[number]
-
-
-def load_resharded(name: str, live: Any, shards: Sequence[Stored], sources: Sequence[Source]) -> Any:
-    """Give a live value its content from all shards of a commit, whose sharding is another one."""
-    places = [stored.pieces(name, shard) for shard, stored in enumerate(shards)]
-    pieces = {".".join(path): [found[path] for found in places] for path in places[0]}
-
-    def fill(targets: dict[tuple[str, ...], torch.Tensor]) -> None:
-        sharding.copy_resharded(pieces, sources, {".".join(path): target for path, target in targets.items()})
-
-    return sharding.load(live, shards[0].structure(name), _wholes(places[0]), fill)
-
-
-def load_from_files(
-    name: str, live: Any, stored: Stored, tensor_names: Sequence[str], fill: Callable[[dict[str, torch.Tensor]], None]
-) -> Any:
-    """Give a live value of any sharding its content; `fill` fills tensors by name, which is that of their number."""
-    structure = stored.structure(name)
-    names = {path: tensor_names[leaf.number] for path, leaf in leaves(structure, Leaf)}
-
-    def fill_all(targets: dict[tuple[str, ...], torch.Tensor]) -> None:
-        left = dict(targets)
-        while left:  # tied tensors have one name
-            paths = {names[path]: path for path in left}
-            fill({tensor_name: left.pop(path) for tensor_name, path in paths.items()})
-
-    return sharding.load(live, structure, _wholes(stored.pieces(name, 0)), fill_all)
-
-
-def _wholes(
-    pieces: Mapping[tuple[str, ...], tuple[Part | None, Piece]],
-) -> dict[tuple[str, ...], torch.Tensor]:
-    """Tensors without memory that have the shapes and types of the whole ones."""
-    return {
-        path: torch.empty(part.shape if part else piece.shape, dtype=piece.dtype, device="meta")
-        for path, (part, piece) in pieces.items()
-    }
 
 
 def _check_dtypes(live: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
@@ -412,7 +390,7 @@ class _Number(int):
     """A tensor in a pickle that is only compared."""
 
 
-def _canonical(data: bytes) -> bytes:
+def _canonical_pickle(data: bytes) -> bytes:
     """The same pickle for equal values: without references to objects that appeared before, which may be equal only."""
     file = io.BytesIO()
     pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)

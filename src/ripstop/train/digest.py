@@ -5,6 +5,10 @@ Each row of 4 KiB is multiplied with weights, modulo 2**64, and the results with
 that a single changed word always changes the digest, and different, so that swapped words do.
 """
 
+import mmap
+import os
+from pathlib import Path
+
 import torch
 
 CHUNK_BYTES = 4 << 20
@@ -61,3 +65,14 @@ def digest(content: torch.Tensor) -> int:
     for start in range(0, len(content), CHUNK_BYTES):
         found.update(content[start : start + CHUNK_BYTES])
     return found.value
+
+
+def file_digest(path: Path) -> int:
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return 0
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+            content = torch.frombuffer(mapped, dtype=torch.uint8)
+            found = digest(content)
+            del content
+    return found

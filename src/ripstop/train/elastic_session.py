@@ -9,7 +9,7 @@ is called again.  Rules
 2.  The main thread and the thread exclude each other, so that no connection of the new round is shut down.
 3.  Any exception after the agent's message is a consequence of it.  One before is the script's own, unless it is a
     broken connection: then the message is awaited for `VERDICT_TIMEOUT_S`.
-4.  A worker that cannot roll back its state (`interruption.oppose`) leaves, so that the agent replaces it.
+4.  A worker that cannot roll back its state (`interruption.oppose_interruption`) leaves, so that the agent replaces it.
 5.  Without an agent, the function is just called.
 """
 
@@ -85,7 +85,7 @@ class _Session:
         self._excepthook = sys.excepthook
 
     def __enter__(self) -> "_Session":
-        if (memory := _connect()) is not None:
+        if (memory := _connect_session()) is not None:
             self._round, self._socket = memory
             gc.freeze()  # what is there now stays: later collections look only at what the rounds have made
             self._thread = threading.Thread(target=self._listen, name="ripstop-elastic", daemon=True)
@@ -95,7 +95,7 @@ class _Session:
 
     def __exit__(self, *_: object) -> None:
         self._leave()
-        interruption.leave()
+        interruption.leave_interruptible()
         # wait for it: a thread in a C++ destructor while the interpreter shuts down can crash the process
         if self._group_destroyer is not None:
             self._group_destroyer.join(GROUPS_END_TIMEOUT_S)
@@ -108,7 +108,7 @@ class _Session:
         with self._lock:
             message, self._next = self._next, None
             self._has_news.notify_all()
-            interruption.enter()
+            interruption.enter_interruptible()
             if message is not None:
                 groups = forget_groups()
                 sys.excepthook = self._excepthook  # each `init_process_group` wraps the one before it
@@ -185,7 +185,7 @@ class _Session:
             log.warning("the process groups could not be aborted: %r", error)
 
 
-def _connect() -> tuple[int, socket.socket] | None:
+def _connect_session() -> tuple[int, socket.socket] | None:
     """The round and a connection on which the agent can send messages; None: this process will not be kept."""
     try:
         memory = connect()

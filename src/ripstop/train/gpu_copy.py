@@ -31,7 +31,7 @@ _in_flight: "weakref.WeakSet[OverlappedCopy]" = weakref.WeakSet()
 _hook: Any = None
 
 
-def register(buffer: CommitBuffer) -> bool:
+def register_with_gpu(buffer: CommitBuffer) -> bool:
     """Let the GPU write to this buffer directly; False if CUDA does not allow it."""
     if buffer in _registered:
         return True
@@ -58,7 +58,7 @@ class OverlappedCopy:
     def __init__(self, buffer: CommitBuffer, taken: Snapshot, header: Header, stable: set[int]) -> None:
         global _hook
         if _hook is None:
-            _hook = register_optimizer_step_pre_hook(_before_step)
+            _hook = register_optimizer_step_pre_hook(_wait_for_gpu_copies)
         on_gpu = [number for number, tensor in enumerate(taken.tensors) if tensor.is_cuda]
         self._buffer = buffer
         self._device = taken.tensors[on_gpu[0]].device
@@ -144,6 +144,6 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return _side_streams[device]
 
 
-def _before_step(*_: object) -> None:
+def _wait_for_gpu_copies(*_: object) -> None:
     for copy in list(_in_flight):
         copy.before_change()

@@ -123,7 +123,7 @@ def _shut_down_gloo(epoll: int) -> None:
 
 def _listens(fd: int, inode: int) -> bool:
     with suppress(OSError):
-        opened = _copy(fd, inode)
+        opened = _duplicated_socket(fd, inode)
         if opened is not None:
             with opened:
                 return bool(opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
@@ -133,7 +133,7 @@ def _listens(fd: int, inode: int) -> bool:
 def _shut_down(fd: int, inode: int | None, peers: set[tuple[str, int]] | None) -> None:
     """Shut down this connection, if it is that inode, and a connection to one of these peers; None: any."""
     with suppress(OSError):  # closed meanwhile, or not connected
-        opened = _copy(fd, inode)
+        opened = _duplicated_socket(fd, inode)
         if opened is None:
             return
         with opened:
@@ -148,7 +148,7 @@ def _peer(connection: socket.socket) -> tuple[str, int] | None:
     return host.removeprefix("::ffff:"), port  # torch's sockets use IPv6 for IPv4 too
 
 
-def _copy(fd: int, inode: int | None) -> socket.socket | None:
+def _duplicated_socket(fd: int, inode: int | None) -> socket.socket | None:
     """A copy of the descriptor, so that its number cannot become another file's meanwhile."""
     copied = os.dup(fd)
     status = os.fstat(copied)

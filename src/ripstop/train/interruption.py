@@ -27,7 +27,7 @@ def interrupt() -> None:
         wake()
 
 
-def enter() -> None:
+def enter_interruptible() -> None:
     """The training function is about to be entered."""
     global is_elastic, entries, _thread
     is_elastic, _thread = True, threading.get_ident()
@@ -35,13 +35,9 @@ def enter() -> None:
     _is_over.clear()
 
 
-def leave() -> None:
+def leave_interruptible() -> None:
     global is_elastic, on_opposed
     is_elastic, on_opposed = False, None
-
-
-def is_over() -> bool:
-    return _is_over.is_set()
 
 
 def check() -> None:
@@ -51,7 +47,7 @@ def check() -> None:
 
 
 @contextmanager
-def waking(wake: Callable[[], None]) -> Iterator[None]:
+def interruptible_wait(wake: Callable[[], None]) -> Iterator[None]:
     """Call `wake` in another thread when the round is over.  It ends a wait in this block; then `check` raises."""
     global _wake
     _wake = wake
@@ -62,7 +58,7 @@ def waking(wake: Callable[[], None]) -> Iterator[None]:
         _wake = None
 
 
-def oppose(why: str) -> None:
+def oppose_interruption(why: str) -> None:
     """This process cannot roll back its state: after a fault it is to be replaced."""
     if on_opposed is not None:
         on_opposed(why)

@@ -17,7 +17,7 @@ PORTION_BYTES = 256 << 20
 _DIFFERENT = -(1 << 32)  # is added to the number of ranks with the same digest
 
 
-class Comparison:
+class ReplicaComparison:
     """In one round, after one restore.  `is_replicated` is what is known from the restored commit."""
 
     def __init__(self, store: RankStore, topic: str, world_size: int, is_replicated: bool) -> None:

@@ -42,7 +42,7 @@ def heartbeat(step: int | None = None) -> None:
     """
     global _heartbeats, _next_send, _unsent_step
     if step is not None:
-        standby_gate.refuse("train.heartbeat(step)")
+        standby_gate.refuse_in_standby("train.heartbeat(step)")
     interruption.check()
     _heartbeats += 1
     if step is not None and (profiler := _own_profiler()):
@@ -64,14 +64,14 @@ def send_last_step() -> None:
     if os.getpid() != _pid:
         return
     _send_later()
-    _send_commit()
+    _send_commit_report()
     if _unsent_step is not None:
         _send({"beat": _heartbeats, "step": int(_unsent_step)})
 
 
 def checkpoint_saved(step: int, path: str = "") -> None:
     """Report that the state up to this step is saved, at this path."""
-    standby_gate.refuse("train.checkpoint_saved()")
+    standby_gate.refuse_in_standby("train.checkpoint_saved()")
     _unsent["checkpoint"] = {"saved": int(step), "path": str(path)[:MAX_CHECKPOINT_PATH_CHARS]}
     _send_later()
 
@@ -98,7 +98,7 @@ def commit_called(step: int) -> None:
     if profiler := _own_profiler():
         _send_profile(profiler.on_commit(step))
     now = time.monotonic()
-    if (now >= _next_commit_send or os.getpid() != _pid) and _send_commit():
+    if (now >= _next_commit_send or os.getpid() != _pid) and _send_commit_report():
         _next_commit_send = now + SEND_INTERVAL_S
 
 
@@ -130,7 +130,7 @@ def _send_later() -> None:
         del _unsent[topic]
 
 
-def _send_commit() -> bool:
+def _send_commit_report() -> bool:
     global _unsent_commit_step
     if _unsent_commit_step is not None:
         totals = {"commits": _commits, "bytes": sum(_sizes.values()), "stall": _stall}
@@ -144,7 +144,7 @@ def _send_commit() -> bool:
 def _send(message: dict[str, object]) -> bool:
     """False if it should be tried again soon."""
     global _socket, _pid
-    if not (path := os.environ.get(SOCKET_VARIABLE)) or standby_gate.find() is not None:
+    if not (path := os.environ.get(SOCKET_VARIABLE)) or standby_gate.find_gate() is not None:
         return True
     try:
         if _socket is None or _pid != os.getpid():

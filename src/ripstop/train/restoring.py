@@ -22,12 +22,21 @@ from ripstop.commit_memory import (
     NotEnoughMemory,
     read_header,
 )  # fmt: skip
-from ripstop.train import checkpoint_files, content, disk, interruption
+from ripstop.train import checkpoint_files, content, interruption, sharding
 from ripstop.train.agent_memory import AgentError, AgentMemory, Identity
 from ripstop.train.agreement import Commit, Compare, Digests, Holding, Offer, Restore, Start, Transfer, agree
+from ripstop.train.checkpoint_restore import (
+    CheckpointOffer,
+    CheckpointPlan,
+    ReshardedCheckpoint,
+    RestorableCheckpoint,
+    checkpoint_offer,
+    checkpoint_plan,
+    find_restorable,
+)
 from ripstop.train.commit_buffer import CommitBuffer, Corrupted
 from ripstop.train.rank_store import Absent, RankStore
-from ripstop.train.sharding import Source
+from ripstop.train.sharding import ShardSource
 from ripstop.train.transfer import Giver, LocalSource, PeerSource, Receiver, TransferError
 
 log = logging.getLogger("ripstop.train")
@@ -37,7 +46,7 @@ T = TypeVar("T")
 NO_SLOT = -1  # of a buffer that the agent does not keep
 
 
-class Shard(NamedTuple):
+class RestorableShard(NamedTuple):
     """A complete commit of one rank, in this node's memory under the rank that runs or ran here."""
 
     kept_for: int
@@ -60,26 +69,33 @@ class AllShards(NamedTuple):
 
     commit: Commit
     stored: list[content.Stored]
-    sources: list[Source]
+    sources: list[ShardSource]
 
     @property
     def names(self) -> list[str]:
         return self.stored[0].names
 
     def load(self, name: str, live: Any) -> Any:
-        return content.load_resharded(name, live, self.stored, self.sources)
+        places = [stored.pieces(name, shard) for shard, stored in enumerate(self.stored)]
+        pieces = {".".join(path): [found[path] for found in places] for path in places[0]}
+
+        def fill(targets: sharding.Tensors) -> None:
+            by_name = {".".join(path): target for path, target in targets.items()}
+            sharding.copy_resharded(pieces, self.sources, by_name)
+
+        return sharding.load_sharded(live, self.stored[0].structure(name), places[0], fill)
 
 
 class NotKept(Exception):
     """Another rank has no memory for the State, and there is no commit yet: all ranks go on without it."""
 
 
-def first_topic(count: int) -> str:
+def first_restore_topic(count: int) -> str:
     """What the ranks wait for first in this restore."""
-    return f"restore {count} begins" if _has_writers(count) else f"restore {count} 0"
+    return f"restore {count} begins" if _may_commit_during_restore(count) else f"restore {count} 0"
 
 
-def _has_writers(count: int) -> bool:
+def _may_commit_during_restore(count: int) -> bool:
     """Whether ranks may still commit while others restore already."""
     return count > 1 or interruption.is_elastic
 
@@ -96,13 +112,13 @@ class Restoring:
         self._memory = memory
         self._store = store
         self._checkpoints = worker.checkpoint_dir, worker.checkpoint_interval
-        self.disk = disk.Plan([], 0, 0.0)
+        self.disk = CheckpointPlan([], 0, 0.0)
         self._count = count
         self._topic = f"restore {count}"
         self._key = store.transfer_key(self._topic)
-        self._shards: list[Shard] = []
-        if _has_writers(count):
-            first = store.decide(first_topic(count), None, _absent, may_be_absent=True)
+        self._shards: list[RestorableShard] = []
+        if _may_commit_during_restore(count):
+            first = store.decide(first_restore_topic(count), None, _absent_from_restore, may_be_absent=True)
             self._check_present(first)  # no rank commits any more
         found = self._buffers()
         self.own = {  # by slot; the agent frees copies that another node has sent
@@ -135,7 +151,7 @@ class Restoring:
             log.warning("state %r: no buffers from the agent: %s", self._name, error)
             return {}
 
-    def _read(self, kept_for: int, slot: int, buffer: CommitBuffer) -> Shard | None:
+    def _read(self, kept_for: int, slot: int, buffer: CommitBuffer) -> RestorableShard | None:
         header = buffer.header(self._run)
         if header is None:
             return None
@@ -144,9 +160,9 @@ class Restoring:
         except Corrupted as error:
             log.warning("state %r ignores buffer %d of rank %d: %s", self._name, slot, kept_for, error)
             return None
-        return Shard(kept_for, slot, buffer, header)
+        return RestorableShard(kept_for, slot, buffer, header)
 
-    def find(self, values: Mapping[str, Any]) -> Shard | AllShards | disk.Resharded | None:
+    def find(self, values: Mapping[str, Any]) -> RestorableShard | AllShards | ReshardedCheckpoint | None:
         """What this rank is to load; None if there is nothing.  A shard is in this node's memory from now on.
 
         `values` are those of the State: their sharding decides whether a rank can load its own shard.
@@ -166,7 +182,7 @@ class Restoring:
         if decision.transfers and (problem := self._transfer(decision)):
             self._topic += " without memory"  # of further decisions about the same checkpoints
             offer = self._disk_offer()
-            self.disk = disk.Plan(*self._store.decide(f"{self._topic} disk", offer, self._plan_without_memory))
+            self.disk = CheckpointPlan(*self._store.decide(f"{self._topic} disk", offer, self._plan_without_memory))
             if (found := self._from_disk(values)) is None:
                 self._warn(problem)
             return found
@@ -190,18 +206,18 @@ class Restoring:
 
     # disk -------------------------------------------------------------------------------------------------------------
 
-    def _disk_offer(self) -> disk.DiskOffer:
+    def _disk_offer(self) -> CheckpointOffer:
         newest_round = max((shard.header.id.round for shard in self._shards), default=0)
-        return disk.offer(*self._checkpoints, self._name, newest_round)
+        return checkpoint_offer(*self._checkpoints, self._name, newest_round)
 
-    def _plan_without_memory(self, offers: list[Any]) -> disk.Plan:
-        return disk.plan(offers, self._name, None)
+    def _plan_without_memory(self, offers: list[Any]) -> CheckpointPlan:
+        return checkpoint_plan(offers, self._name, None)
 
-    def _from_disk(self, values: Mapping[str, Any]) -> Shard | disk.Resharded | None:
+    def _from_disk(self, values: Mapping[str, Any]) -> RestorableShard | ReshardedCheckpoint | None:
         """The newest usable checkpoint of the plan: those that are newer than the commit in memory."""
         directory, _ = self._checkpoints
         for candidate in self.disk.candidates:
-            path = checkpoint_files.folder(directory, self._name) / candidate
+            path = checkpoint_files.checkpoint_folder(directory, self._name) / candidate
             try:
                 found = self._from_checkpoint(path, values)
             except checkpoint_files.Unusable as error:
@@ -209,21 +225,21 @@ class Restoring:
                     log.warning("state %r: checkpoint %s is not used: %s", self._name, candidate, error)
                 continue
             self.source = "disk"
-            self.is_replicated = isinstance(found, Shard) and bool(found.header.flags & IS_REPLICATED)
+            self.is_replicated = isinstance(found, RestorableShard) and bool(found.header.flags & IS_REPLICATED)
             return found
         return None
 
-    def _from_checkpoint(self, path: Path, values: Mapping[str, Any]) -> Shard | disk.Resharded:
+    def _from_checkpoint(self, path: Path, values: Mapping[str, Any]) -> RestorableShard | ReshardedCheckpoint:
         """Unusable, on all ranks, if one cannot use it."""
 
-        def check() -> tuple[disk.Found, bool]:
-            found = disk.find(path, self._rank, self._world_size)
-            return found, disk.has_sharding_of(found, self._rank, values)
+        def check() -> tuple[RestorableCheckpoint, bool]:
+            found = find_restorable(path, self._rank, self._world_size)
+            return found, found.has_sharding_of(self._rank, values)
 
         found, is_own = self._together(f"{path.name} found", check)
         if self._store.decide(f"{self._topic} {path.name} sharding", is_own, all):
-            return self._keep_from_disk(*self._together(f"{path.name} loaded", lambda: disk.load(found, self._run)))
-        return self._together(f"{path.name} resharded", lambda: disk.resharded(found))
+            return self._keep_from_disk(*self._together(f"{path.name} loaded", lambda: found.load(self._run)))
+        return self._together(f"{path.name} resharded", found.resharded)
 
     def _together(self, what: str, function: Callable[[], T]) -> T:
         """What a function returns on this rank, if it is not Unusable on any."""
@@ -232,36 +248,37 @@ class Restoring:
             result = function()
         except checkpoint_files.Unusable as error:
             problem = str(error)
-        if problem := str(self._store.decide(f"{self._topic} {what}", problem, _first)):
+        if problem := str(self._store.decide(f"{self._topic} {what}", problem, _first_problem)):
             raise checkpoint_files.Unusable(problem)
         return result
 
-    def _keep_from_disk(self, buffer: CommitBuffer, header: Header) -> Shard:
+    def _keep_from_disk(self, buffer: CommitBuffer, header: Header) -> RestorableShard:
         if buffer.is_on_disk:  # for lack of memory
-            return Shard(self._rank, NO_SLOT, buffer, header)
+            return RestorableShard(self._rank, NO_SLOT, buffer, header)
         slot = 0  # its commit is older
         self.own[slot] = buffer
         try:
             self._memory.keep(self._name, slot, buffer.fd)
         except AgentError as error:
             log.warning("state %r: the agent does not keep the restored commit: %s", self._name, error)
-        return Shard(self._rank, slot, buffer, header)
+        return RestorableShard(self._rank, slot, buffer, header)
 
     # agreement --------------------------------------------------------------------------------------------------------
 
     def _agree(self) -> Restore | Start:
         """Agree on the commit in memory to restore.  Sets `self.disk`, the plan for checkpoints on disk."""
-        own: Any = [_node(self._rank), [_packed(shard.offer) for shard in self._shards], self._disk_offer()]
+        node = int(os.environ.get("GROUP_RANK", self._rank))  # a number that the ranks of one node share
+        own: Any = [node, [shard.offer.pack() for shard in self._shards], self._disk_offer()]
         decide: Callable[[list[Any]], Any] = _Agreement(self._name)
         for attempt in range(1000):
             topic = f"{self._topic} {attempt}"
-            found = self._store.decide(topic, own, decide, may_be_absent=topic == first_topic(self._count))
+            found = self._store.decide(topic, own, decide, may_be_absent=topic == first_restore_topic(self._count))
             self._check_present(found)
             if "compare" not in found:
                 break
             commit = Commit(*found["compare"])
             own = {shard: self._digests(commit, shard) for shard in found["shards"][self._rank]}
-        self.disk = disk.Plan(*found["disk"])
+        self.disk = CheckpointPlan(*found["disk"])
         if "problem" in found:
             return Start(found["problem"])
         transfers = tuple(Transfer(*each) for each in found["transfers"])
@@ -277,7 +294,7 @@ class Restoring:
         else:
             return
         directory, _ = self._checkpoints
-        on_disk = checkpoint_files.checkpoints(checkpoint_files.folder(directory, self._name)) if directory else []
+        on_disk = directory and checkpoint_files.checkpoints(checkpoint_files.checkpoint_folder(directory, self._name))
         if has_commits or self._shards or on_disk:
             raise RuntimeError(
                 f"state {self._name!r} has commits, and all ranks must be able to restore them; {why}; "
@@ -290,7 +307,7 @@ class Restoring:
         assert held is not None
         return content.Stored(held.buffer, held.buffer.read_pickle(held.header)).digests()
 
-    def _held(self, commit: Commit, rank: int) -> Shard | None:
+    def _held(self, commit: Commit, rank: int) -> RestorableShard | None:
         found = [shard for shard in self._shards if (shard.commit, shard.header.rank) == (commit, rank)]
         return min(found, key=lambda shard: (shard.kept_for != self._rank, shard.kept_for, shard.slot), default=None)
 
@@ -317,7 +334,7 @@ class Restoring:
                         ) from error
                     except (NotEnoughMemory, AgentError) as error:
                         problem = f"rank {self._rank} cannot keep a shard: {error}"
-            problem = str(self._store.decide(f"{self._topic} received", problem, _first))
+            problem = str(self._store.decide(f"{self._topic} received", problem, _first_problem))
         if not problem:
             self._adopt_received(decision.commit)
         return problem
@@ -339,7 +356,7 @@ class Restoring:
             giver = self._connections.enter_context(Giver(self._key, given, self._world_size))
             self._store.publish(f"{topic} giver {self._rank}", [giver.host, giver.port])
         receivers: dict[int, Receiver] = {}
-        sources: list[Source] = []
+        sources: list[ShardSource] = []
         pickles = []
         for shard, found in held.items():
             if found is not None:
@@ -375,7 +392,7 @@ class Restoring:
         self._memory.keep(self._name, slot, buffer.fd)
         self.own[slot] = buffer
         self._shards = [each for each in self._shards if (each.kept_for, each.slot) != (self._rank, slot)]
-        self._shards.append(Shard(self._rank, slot, buffer, header))
+        self._shards.append(RestorableShard(self._rank, slot, buffer, header))
 
     def _slot_beside(self, commit: Commit) -> int:
         """A slot whose old commit is not needed."""
@@ -400,44 +417,30 @@ class _Agreement:
         self._steps: Generator[Compare, Digests, Restore | Start] | None = None
 
     def __call__(self, received: list[Any]) -> Any:
-        if absent := _absent(received):
+        if absent := _absent_from_restore(received):
             return {**absent, "has_commits": any(own[1] for own in received if not isinstance(own, Absent))}
         try:
             if self._steps is None:
                 self._disk_offers = [on_disk for _, _, on_disk in received]
-                self._steps = agree([Holding(node, [_unpacked(offer) for offer in own]) for node, own, _ in received])
+                self._steps = agree([Holding(node, list(map(Offer.unpack, own))) for node, own, _ in received])
                 asked = next(self._steps)
             else:
                 asked = self._steps.send(received)
         except StopIteration as end:
             decision: Restore | Start = end.value
             if isinstance(decision, Start):
-                return {"problem": decision.problem, "disk": disk.plan(self._disk_offers, self._name, None)}
+                return {"problem": decision.problem, "disk": checkpoint_plan(self._disk_offers, self._name, None)}
             found = dataclasses.asdict(decision)
-            found["disk"] = disk.plan(self._disk_offers, self._name, decision.commit)
+            found["disk"] = checkpoint_plan(self._disk_offers, self._name, decision.commit)
             found["commit"] = dataclasses.astuple(decision.commit)
             found["transfers"] = [dataclasses.astuple(each) for each in decision.transfers]
             return found
         return {"compare": dataclasses.astuple(asked.commit), "shards": asked.shards}
 
 
-def _absent(received: list[Any]) -> Any:
+def _absent_from_restore(received: list[Any]) -> Any:
     return next(({"absent": own.why, "has_commits": True} for own in received if isinstance(own, Absent)), None)
 
 
-def _node(rank: int) -> int:
-    """A number that the ranks of one node share."""
-    return int(os.environ.get("GROUP_RANK", rank))
-
-
-def _packed(offer: Offer) -> list[int]:
-    return [*dataclasses.astuple(offer.commit), offer.shard, int(offer.is_replicated), int(offer.is_sharded)]
-
-
-def _unpacked(offer: list[int]) -> Offer:
-    round, number, world_size, shard, is_replicated, is_sharded = offer
-    return Offer(Commit(round, number, world_size), shard, bool(is_replicated), bool(is_sharded))
-
-
-def _first(problems: list[str]) -> str:
+def _first_problem(problems: list[str]) -> str:
     return next(filter(None, problems), "")

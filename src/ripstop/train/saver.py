@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ripstop.commit_memory import IS_REPLICATED, IS_SHARDED, CommitId, Header
 from ripstop.train import checkpoint_files, content
 from ripstop.train.commit_buffer import CommitBuffer, Corrupted
-from ripstop.train.sharding import Parts
+from ripstop.train.sharding import ShardedTensorParts
 
 NICENESS = 10
 MAX_NAMED = 8  # values in a reply
@@ -64,51 +64,51 @@ def save(settings: dict[str, Any], fds: list[int]) -> dict[str, Any]:
     is_replicated = all(shard.header.flags & IS_REPLICATED for shard in shards.values())
     if is_replicated and 0 not in shards:
         return {"skipped": "the node of rank 0 saves the state, which is equal on all ranks"}
-    folder = checkpoint_files.folder(settings["directory"], settings["name"])
+    folder = checkpoint_files.checkpoint_folder(settings["directory"], settings["name"])
     is_shared = not is_replicated and len(shards) < settings["world_size"]
-    unfinished = folder / checkpoint_files.unfinished_name(id.round, id.number, is_shared=is_shared)
+    unfinished = folder / checkpoint_files.unfinished_checkpoint_name(id.round, id.number, is_shared=is_shared)
     sizes = [shard.header.end for shard in shards.values()]
     is_sharded = any(shard.header.flags & IS_SHARDED for shard in shards.values())
     needed = sum(sizes) if is_sharded else max(sizes)  # what is equal is written once
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _make_room(folder, settings["keep"], id, needed, is_shared=is_shared)
+        _make_room_to_save(folder, settings["keep"], id, needed, is_shared=is_shared)
         if not is_shared:
-            checkpoint_files.remove(unfinished)  # of a killed saver
+            checkpoint_files.remove_checkpoint(unfinished)  # of a killed saver
         unfinished.mkdir(exist_ok=True)
         try:
-            part = _write(unfinished, shards)
+            part = _save_part(unfinished, shards)
             if changed := [rank for rank, shard in shards.items() if shard.buffer.header(run) != shard.header]:
                 raise NotSaved(f"the buffer of rank {changed[0]} has changed meanwhile")
-            checkpoint_files.sync(*(unfinished / name for name in part.files))
-            checkpoint_files.write_part(unfinished, min(shards), pickle.dumps(part))
+            checkpoint_files.sync_files(*(unfinished / name for name in part.files))
+            checkpoint_files.write_checkpoint_part(unfinished, min(shards), pickle.dumps(part))
         except BaseException as error:
-            checkpoint_files.remove(unfinished)  # without this node's part, the others are of no use
+            checkpoint_files.remove_checkpoint(unfinished)  # without this node's part, the others are of no use
             if is_shared and isinstance(error, FileNotFoundError):
                 raise NotSaved(
                     "another node has removed its parts: it failed, or it saves a later commit; "
                     "if this happens again and again, raise --checkpoint-interval"
                 ) from error
             raise
-        if (parts := _parts_of_all(unfinished, settings["world_size"]) if is_shared else [part]) is None:
+        if (parts := _saved_parts_of_all(unfinished, settings["world_size"]) if is_shared else [part]) is None:
             return {"skipped": "another node completes the checkpoint, or says why it cannot"}
         try:
-            size = _complete(unfinished, id, settings["world_size"], parts)
-            saved = unfinished.rename(folder / checkpoint_files.saved_name(id.round, id.number))
+            size = _complete_save(unfinished, id, settings["world_size"], parts)
+            saved = unfinished.rename(folder / checkpoint_files.checkpoint_name(id.round, id.number))
             (saved / checkpoint_files.COMPLETING).unlink(missing_ok=True)
         except BaseException:
-            checkpoint_files.remove(unfinished)
+            checkpoint_files.remove_checkpoint(unfinished)
             raise
-        checkpoint_files.sync(folder)
+        checkpoint_files.sync_files(folder)
         with suppress(OSError):  # the next save tries again
             checkpoint_files.prune(folder, settings["keep"], id.round, id.number)
     except (OSError, RuntimeError, CheckpointException) as error:
-        raise NotSaved(_why(error, folder, needed)) from error
+        raise NotSaved(_why_not_saved(error, folder, needed)) from error
     opaque = parts[0].opaque[:MAX_NAMED]
     return {"path": str(saved), "bytes": size, "seconds": time.monotonic() - began, "opaque": opaque}
 
 
-def _make_room(folder: Path, keep: int, id: CommitId, needed: int, *, is_shared: bool) -> None:
+def _make_room_to_save(folder: Path, keep: int, id: CommitId, needed: int, *, is_shared: bool) -> None:
     checkpoint_files.prune(folder, keep, id.round, id.number)
     if is_shared and shutil.disk_usage(folder).free < needed:
         checkpoint_files.prune(folder, keep, id.round, id.number, keep_parts=False)
@@ -143,9 +143,9 @@ class Part(NamedTuple):
     chunks: dict[str, dict[tuple[int, ...], int]]  # the digests of parts of sharded tensors, by name and offsets
 
 
-def _write(path: Path, shards: dict[int, Shard]) -> Part:
+def _save_part(path: Path, shards: dict[int, Shard]) -> Part:
     """Write the files of this node."""
-    state, names, opaque, sharded = _content(shards)
+    state, names, opaque, sharded = _content_to_save(shards)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP's about a single process
         planner = DefaultSavePlanner()
@@ -162,13 +162,13 @@ def _write(path: Path, shards: dict[int, Shard]) -> Part:
     digests = {rank: shard.stored.digests() for rank, shard in shards.items()}
     metadata = dataclasses.replace(metadata, planner_data=planner.mappings)
     chunks = {name: tensor.digests() for name, tensor in sharded.items()}
-    return Part(ranks, digests, metadata, results, checkpoint_files.table(path, files), opaque, chunks)
+    return Part(ranks, digests, metadata, results, checkpoint_files.file_table(path, files), opaque, chunks)
 
 
-def _parts_of_all(path: Path, world_size: int) -> list[Part] | None:
+def _saved_parts_of_all(path: Path, world_size: int) -> list[Part] | None:
     """The parts of all ranks; None if some are missing, or if another node completes the checkpoint."""
     try:
-        parts: list[Part] = [pickle.loads(data) for data in checkpoint_files.parts(path)]
+        parts: list[Part] = [pickle.loads(data) for data in checkpoint_files.read_checkpoint_parts(path)]
         there = {rank for part in parts for rank in part.ranks}
         is_last = there == set(range(world_size)) and checkpoint_files.is_first_to_complete(path)
     except FileNotFoundError:  # it has completed it meanwhile, or has given up
@@ -176,11 +176,11 @@ def _parts_of_all(path: Path, world_size: int) -> list[Part] | None:
     return parts if is_last else None
 
 
-def _complete(path: Path, id: CommitId, world_size: int, parts: list[Part]) -> int:
+def _complete_save(path: Path, id: CommitId, world_size: int, parts: list[Part]) -> int:
     """Write what describes all parts, those of rank 0 first; return the size of all."""
-    metadata = _merged(parts)
+    metadata = _metadata_to_save(parts)
     FileSystemWriter(path, sync_files=False).finish(metadata, [part.results for part in parts])
-    files = checkpoint_files.table(path, [METADATA])
+    files = checkpoint_files.file_table(path, [METADATA])
     digests = [digest for part in parts for digest in part.digests.values()]
     files |= {name: found for part in parts for name, found in part.files.items()}
     description = {
@@ -190,12 +190,12 @@ def _complete(path: Path, id: CommitId, world_size: int, parts: list[Part]) -> i
         "files": files,
     }  # fmt: skip
     checkpoint_files.describe(path, description)
-    checkpoint_files.remove_parts(path)
-    checkpoint_files.sync(path / METADATA, path / checkpoint_files.DESCRIPTION, path)
+    checkpoint_files.remove_checkpoint_parts(path)
+    checkpoint_files.sync_files(path / METADATA, path / checkpoint_files.DESCRIPTION, path)
     return sum(size for size, _ in files.values())
 
 
-def _merged(parts: list[Part]) -> Metadata:
+def _metadata_to_save(parts: list[Part]) -> Metadata:
     """Of all nodes.  A chunk that several nodes have written is used once."""
     state: dict[str, Any] = {}
     chunks: dict[str, dict[tuple[int, ...], int]] = {}
@@ -203,13 +203,13 @@ def _merged(parts: list[Part]) -> Metadata:
         for name, digests in part.chunks.items():
             known_digests = chunks.setdefault(name, {})
             if any(known_digests.get(offsets, digest) != digest for offsets, digest in digests.items()):
-                raise NotSaved(_two_contents(name))
+                raise _two_contents(name)
             known_digests |= digests
         for name, described in part.metadata.state_dict_metadata.items():
             there = state.setdefault(name, described)
             if there is not described and isinstance(described, TensorStorageMetadata):
                 if there.size != described.size:
-                    raise NotSaved(_two_contents(name))
+                    raise _two_contents(name)
                 known = {chunk.offsets for chunk in there.chunks}
                 there.chunks.extend(chunk for chunk in described.chunks if chunk.offsets not in known)
     for name, described in state.items():
@@ -221,32 +221,34 @@ def _merged(parts: list[Part]) -> Metadata:
     return Metadata(state, planner_data=mappings)
 
 
-def _two_contents(name: str) -> str:
-    return (
+def _two_contents(name: str) -> NotSaved:
+    return NotSaved(
         f"{name} is a sharded tensor with different contents on several device meshes, as on pipeline stages; "
         "in the State, use different names for it"
     )
 
 
-def _content(shards: dict[int, Shard]) -> tuple[dict[str, Any], dict[int, list[str]], list[str], dict[str, Parts]]:
+def _content_to_save(
+    shards: dict[int, Shard],
+) -> tuple[dict[str, Any], dict[int, list[str]], list[str], dict[str, ShardedTensorParts]]:
     """What to write, the names of each rank's tensors in it, what is opaque, and the sharded tensors in it."""
     state: dict[str, Any] = {}
     names: dict[int, list[str]] = {}
     opaque: list[str] = []
-    sharded: dict[str, Parts] = {}
+    sharded: dict[str, ShardedTensorParts] = {}
     first, shared = min(shards), set[int]()  # the tensors of the first rank that others can have too
     for rank, shard in shards.items():
         plain, tensors, names[rank], its_opaque = _as_plain_dcp(rank, shard.stored)
         if rank == first:
-            shared = {number for number, tensor in enumerate(tensors) if not isinstance(tensor, Parts)}
+            shared = {number for number, tensor in enumerate(tensors) if not isinstance(tensor, ShardedTensorParts)}
         if not rank:
             state, opaque = plain, its_opaque
         for number, tensor in enumerate(tensors):
             name = names[rank][number]
-            if isinstance(tensor, Parts) and name in sharded:
+            if isinstance(tensor, ShardedTensorParts) and name in sharded:
                 if not sharded[name].add_parts(tensor):
-                    raise NotSaved(_two_contents(name))
-            elif isinstance(tensor, Parts):
+                    raise _two_contents(name)
+            elif isinstance(tensor, ShardedTensorParts):
                 sharded[name] = tensor
                 state |= {name: tensor} if rank else {}
             elif rank != first and number in shared and shard.stored.is_same(number, shards[first].stored):
@@ -262,7 +264,7 @@ def _as_plain_dcp(rank: int, stored: content.Stored) -> tuple[dict[str, Any], li
     tensors = [stored.separate_tensor(number) for number in range(stored.tensor_count)]
     for number, part in stored.parts.items():
         if torch.Size(part.shape).numel():
-            tensors[number] = Parts(part, tensors[number])
+            tensors[number] = ShardedTensorParts(part, tensors[number])
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
     state: dict[str, Any] = {}
     names: dict[int, str] = {}
@@ -288,7 +290,7 @@ def _as_plain_dcp(rank: int, stored: content.Stored) -> tuple[dict[str, Any], li
     return state, tensors, [names[number] for number in range(len(tensors))], opaque
 
 
-def _why(error: BaseException, folder: Path, needed: int) -> str:
+def _why_not_saved(error: BaseException, folder: Path, needed: int) -> str:
     while isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     text = " ".join(str(error).split("\n")[0].split()) or type(error).__name__

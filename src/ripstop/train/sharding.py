@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 Pieces = Mapping[str, Sequence[tuple[Part | None, Piece]]]  # by name, then by shard
 
 
-class Source(Protocol):
+class ShardSource(Protocol):
     """The buffer of one shard."""
 
     def read(self, offset: int, size: int) -> torch.Tensor:
@@ -87,35 +87,45 @@ def leaves(structure: Any, kind: type, path: Path = ()) -> Iterator[tuple[Path, 
             yield from leaves(value, kind, (*path, str(number)))
 
 
-def _replaced(structure: Any, tensors: Tensors, path: Path = ()) -> Any:
+def _leaves_replaced(structure: Any, tensors: Tensors, path: Path = ()) -> Any:
     """The structure, with tensors instead of leaves; dicts and lists are changed in place."""
     if isinstance(structure, Leaf):
         return tensors[path]
     if isinstance(structure, dict):
         for key, value in structure.items():
-            structure[key] = _replaced(value, tensors, (*path, str(key)))
+            structure[key] = _leaves_replaced(value, tensors, (*path, str(key)))
     elif isinstance(structure, list):
         for number, value in enumerate(structure):
-            structure[number] = _replaced(value, tensors, (*path, str(number)))
+            structure[number] = _leaves_replaced(value, tensors, (*path, str(number)))
     elif type(structure) is tuple:
-        return tuple(_replaced(value, tensors, (*path, str(number))) for number, value in enumerate(structure))
+        return tuple(_leaves_replaced(value, tensors, (*path, str(number))) for number, value in enumerate(structure))
     return structure
 
 
 # restore --------------------------------------------------------------------------------------------------------------
 
 
-def load(live: Any, structure: Any, wholes: Tensors, fill: Callable[[Tensors], None]) -> Any:
-    """Give a live value a stored structure.  `wholes` have shapes and types, but no memory; `fill` fills tensors."""
+def load_sharded(
+    live: Any, structure: Any, pieces: Mapping[Path, tuple[Part | None, Piece]], fill: Callable[[Tensors], None]
+) -> Any:
+    """Give a live value a stored structure.  `pieces` say the shapes and types of its tensors; `fill` fills tensors."""
     is_stateful = callable(getattr(live, "load_state_dict", None))
-    targets = _targets(live, live.state_dict() if is_stateful else live, wholes)
+    targets = _targets(live, live.state_dict() if is_stateful else live, _wholes(pieces))
     with torch.no_grad():
         fill(targets)
-    found = _replaced(structure, targets)
+    found = _leaves_replaced(structure, targets)
     if not is_stateful:
         return found
     live.load_state_dict(found)
     return live
+
+
+def _wholes(pieces: Mapping[Path, tuple[Part | None, Piece]]) -> Tensors:
+    """Tensors without memory that have the shapes and types of the whole ones."""
+    return {
+        path: torch.empty(part.shape if part else piece.shape, dtype=piece.dtype, device="meta")
+        for path, (part, piece) in pieces.items()
+    }
 
 
 def _targets(live: Any, own: Any, wholes: Tensors) -> Tensors:
@@ -138,7 +148,7 @@ def _targets(live: Any, own: Any, wholes: Tensors) -> Tensors:
     return targets
 
 
-def copy_same(leaf: Leaf, stored: torch.Tensor, target: torch.Tensor) -> None:
+def copy_same_sharding(leaf: Leaf, stored: torch.Tensor, target: torch.Tensor) -> None:
     """From a buffer with the same sharding."""
     if leaf.part != (part_of(target) if is_dtensor(target) else None):
         raise ValueError(f"its sharding is not that of the commit: {leaf.part}")
@@ -148,28 +158,28 @@ def copy_same(leaf: Leaf, stored: torch.Tensor, target: torch.Tensor) -> None:
 # disk -----------------------------------------------------------------------------------------------------------------
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_same_part(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether they have the same bytes: NaN is equal to itself."""
     return one is other or torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
-class Parts(torch.Tensor):
+class ShardedTensorParts(torch.Tensor):
     """A large tensor of which only some parts are here, for `torch.distributed.checkpoint` to write or to fill."""
 
     by_offsets: dict[tuple[int, ...], torch.Tensor]
 
     @staticmethod
-    def __new__(cls, part: Part, local: torch.Tensor) -> "Parts":
-        made: Parts = torch.Tensor._make_wrapper_subclass(cls, part.shape, dtype=local.dtype)
+    def __new__(cls, part: Part, local: torch.Tensor) -> "ShardedTensorParts":
+        made: ShardedTensorParts = torch.Tensor._make_wrapper_subclass(cls, part.shape, dtype=local.dtype)
         made.by_offsets = {part.offsets: local} if local.numel() else {}
         return made
 
-    def add_parts(self, other: "Parts") -> bool:
+    def add_parts(self, other: "ShardedTensorParts") -> bool:
         """Add parts of the same tensor; False if it is another one: the same part has other content there."""
         if (self.shape, self.dtype) != (other.shape, other.dtype):
             return False
         for offsets, part in other.by_offsets.items():
-            if not _is_same(self.by_offsets.setdefault(offsets, part), part):
+            if not _is_same_part(self.by_offsets.setdefault(offsets, part), part):
                 return False
         return True
 
@@ -204,7 +214,7 @@ class Parts(torch.Tensor):
         return self.by_offsets[tuple(index.offset)]
 
 
-def copy_resharded(pieces: Pieces, sources: Sequence[Source], targets: dict[str, torch.Tensor]) -> None:
+def copy_resharded(pieces: Pieces, sources: Sequence[ShardSource], targets: dict[str, torch.Tensor]) -> None:
     """Fill tensors of any sharding from the pieces of all shards, by name."""
     from torch.distributed.checkpoint.state_dict_loader import load
 

@@ -7,7 +7,7 @@ from typing import Any
 GATE_MODULE = "_ripstop_standby"  # in sys.modules, while this process is a standby
 
 
-def find() -> Any:
+def find_gate() -> Any:
     """The gate; None if this process is a worker, or no process of ripstop's.  A fork of a standby is no standby."""
     gate: Any = sys.modules.get(GATE_MODULE)
     return gate if gate is not None and gate.pid == os.getpid() else None
@@ -15,7 +15,7 @@ def find() -> Any:
 
 def wait() -> None:
     """In a standby: wait for a round, and become a worker of it."""
-    if (gate := find()) is not None:
+    if (gate := find_gate()) is not None:
         gate.wait()
 
 
@@ -24,11 +24,11 @@ def forbid_process_groups() -> None:
 
     Again after the script has imported torch: it could not be done before if the zygote had not imported torch.
     """
-    if (gate := find()) is not None:
+    if (gate := find_gate()) is not None:
         gate.forbid_process_groups()
 
 
-def refuse(call: str) -> None:
+def refuse_in_standby(call: str) -> None:
     """In a standby: end it, because only a worker may make this call."""
-    if (gate := find()) is not None:
+    if (gate := find_gate()) is not None:
         gate.refuse(f"the script calls {call} before its function with @train.elastic; call it in the function")

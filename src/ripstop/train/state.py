@@ -3,7 +3,7 @@
 A commit copies the state into memory that the agent keeps; after a fault, `restore` gives the new workers the newest
 commit that all ranks have.  Rules
 1.  Every rank calls `restore` once before its first `commit`, and `commit` after the same steps.  A collective lies
-    between two commits, as in every data-parallel step (`agreement.py` says what this is needed for).
+    between two commits, as in every data-parallel step (`buffer_slots.py` says what this is needed for).
 2.  A commit never overwrites the only one that all ranks have.
 3.  Without an agent, training goes on and the log says once what is missing.  Without memory for buffers too; then
     commits go to disk only, at the interval of checkpoints, if the job has a directory for them.
@@ -33,12 +33,12 @@ from ripstop.commit_memory import (
 )  # fmt: skip
 from ripstop.train import checkpoint_files, content, gpu_copy, interruption, intervals, reports, standby_gate
 from ripstop.train.agent_memory import AgentError, AgentMemory, Identity, connect
-from ripstop.train.agreement import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, may_free_others, newest_last, next_slot
+from ripstop.train.buffer_slots import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, may_free_others, newest_last, next_slot
 from ripstop.train.commit_buffer import CommitBuffer
 from ripstop.train.last_commit import LastCommit
-from ripstop.train.rank_store import RankStore, announce_absence
-from ripstop.train.replication import Comparison
-from ripstop.train.restoring import NO_SLOT, NotKept, Restoring, Shard, first_topic
+from ripstop.train.rank_store import RankStore, announce_rank_absence
+from ripstop.train.replication import ReplicaComparison
+from ripstop.train.restoring import NO_SLOT, NotKept, RestorableShard, Restoring, first_restore_topic
 from ripstop.train.saves import Saves
 
 log = logging.getLogger("ripstop.train")
@@ -86,7 +86,7 @@ class State:
         self._buffers: dict[int, CommitBuffer] = {}  # by slot
         self._slots: list[int] = []  # the next one to overwrite first
         self._newest: tuple[CommitBuffer, Header] | None = None
-        self._comparison: Comparison | None = None
+        self._comparison: ReplicaComparison | None = None
         self._saves: Saves | None = None
         self._is_on_disk = False  # there is no memory for commits
         self._commits = 0  # since the restore
@@ -128,7 +128,7 @@ class State:
 
         Every rank calls it, before the first `commit`.
         """
-        standby_gate.refuse("State.restore()")
+        standby_gate.refuse_in_standby("State.restore()")
         interruption.check()
         began = time.perf_counter()
         self._finish_copy()
@@ -140,7 +140,7 @@ class State:
         self._calls, self._next_call, self._last_commit = 0, 1, (0, 0.0)
         self._commits, self._newest, self._is_on_disk = 0, None, False
         if not self._connect():
-            interruption.oppose(f"state {self._name!r} is not kept")
+            interruption.oppose_interruption(f"state {self._name!r} is not kept")
             return False
         assert self._store is not None and self._memory is not None
         try:
@@ -149,7 +149,7 @@ class State:
                 is_found = self._restore(restoring)
         except NotKept as error:
             log.warning("state %r is not kept: %s", self._name, error)
-            interruption.oppose(f"state {self._name!r} is not kept")
+            interruption.oppose_interruption(f"state {self._name!r} is not kept")
             self._memory = self._store = None
             return False
         del mapped
@@ -174,10 +174,10 @@ class State:
             self._name, worker.round, self._store, self._memory, self._rank, self._world_size, restores
         )
         topic = f"compare {self._restores}"
-        self._comparison = Comparison(self._store, topic, self._world_size, restoring.is_replicated)
+        self._comparison = ReplicaComparison(self._store, topic, self._world_size, restoring.is_replicated)
         if found is None:
             return False
-        if isinstance(found, Shard):
+        if isinstance(found, RestorableShard):
             if found.kept_for == self._rank and found.slot in self._buffers:
                 self._slots = newest_last(self._slots, found.slot)
             self._load_shard(found)
@@ -192,7 +192,7 @@ class State:
         """A worker that goes on in place has a state that has changed: the first one must be kept, as commit 0."""
         assert self._memory is not None
         if interruption.entries > 1:
-            interruption.oppose(f"no commit of state {self._name!r} can be restored")
+            interruption.oppose_interruption(f"no commit of state {self._name!r} can be restored")
             with suppress(AgentError):
                 self._memory.wait_for_replacement(self._name)
             raise RuntimeError(
@@ -202,7 +202,7 @@ class State:
         self._number = -1
         if not self._commit(None, blocking=True):
             self._number = 0
-            interruption.oppose(f"state {self._name!r} is not kept")
+            interruption.oppose_interruption(f"state {self._name!r} is not kept")
         self._calls = 0
 
     def _connect(self) -> bool:
@@ -213,22 +213,22 @@ class State:
             self._memory = connect()
             if self._memory is None:
                 log.info("state %r is not kept: this is no worker of `ripstop run`", self._name)
-                announce_absence(self._name, first_topic(self._restores), "its agent has no socket")
+                announce_rank_absence(self._name, first_restore_topic(self._restores), "its agent has no socket")
                 return False
             self._worker = self._memory.identity()
         except AgentError as error:
             log.warning("state %r is not kept: no memory from the agent: %s", self._name, error)
             self._memory = None
-            announce_absence(self._name, first_topic(self._restores), f"no memory from its agent: {error}")
+            announce_rank_absence(self._name, first_restore_topic(self._restores), f"no memory from its agent: {error}")
             return False
         self._rank, self._world_size = self._worker.rank, self._worker.world_size
         self._store = RankStore(self._name, self._rank, self._world_size, bytes.fromhex(self._worker.key))
         return True
 
-    def _load_shard(self, shard: Shard) -> None:
+    def _load_shard(self, shard: RestorableShard) -> None:
         stored = content.Stored(shard.buffer, shard.buffer.read_pickle(shard.header))
         if stored.has_gpu_tensors and torch.cuda.is_available() and not shard.buffer.is_on_disk:
-            gpu_copy.register(shard.buffer)
+            gpu_copy.register_with_gpu(shard.buffer)
         self._load(stored.names, stored.load)
         if shard.header.rank == self._rank:
             _set_random_states(stored.load(content.RANDOM, {}))
@@ -317,7 +317,7 @@ class State:
         header = self._header(taken, self._number + 1)
         if (
             on_gpu
-            and gpu_copy.register(into)
+            and gpu_copy.register_with_gpu(into)
             and not blocking
             and self._has_optimizer()
             and gpu_copy.can_overlap(taken)
@@ -325,7 +325,7 @@ class State:
             stable = content.stable_numbers(self._values, taken)
             self._copy = gpu_copy.OverlappedCopy(into, taken, header, stable)
         else:
-            _copy_now(into, header, taken)
+            _copy_state_now(into, header, taken)
         self._newest = into, header
         if self._saves.is_due():
             self._saves.add(self._slots[-1], header)
@@ -356,10 +356,10 @@ class State:
         taken = self._snapshot()
         try:
             if self._file is None or not taken.fits(self._file):
-                folder = checkpoint_files.folder(self._worker.checkpoint_dir, self._name)
+                folder = checkpoint_files.checkpoint_folder(self._worker.checkpoint_dir, self._name)
                 self._file = CommitBuffer.create_on_disk(folder, taken.room)
             self._newest = self._file, self._header(taken, self._number)
-            _copy_now(*self._newest, taken)
+            _copy_state_now(*self._newest, taken)
         except OSError as error:
             log.warning("state %r: commit %d is not saved: %s", self._name, self._number, error)
             return False
@@ -418,7 +418,7 @@ class State:
     def _continue_without_memory(self, why: str) -> None:
         assert self._saves is not None
         self._is_on_disk, self._newest = True, None
-        interruption.oppose(f"state {self._name!r} is not kept in memory")
+        interruption.oppose_interruption(f"state {self._name!r} is not kept in memory")
         if interval := self._saves.interval:
             log.warning("state %r is kept on disk only from now on, about every %g s: %s for each rank of this node",
                         self._name, interval, why)  # fmt: skip
@@ -460,7 +460,7 @@ class State:
         return True
 
 
-def _copy_now(buffer: CommitBuffer, header: Header, taken: content.Snapshot) -> None:
+def _copy_state_now(buffer: CommitBuffer, header: Header, taken: content.Snapshot) -> None:
     buffer.clear()
     for tensor, entry in zip(taken.tensors, taken.layout, strict=True):
         buffer.tensor(entry.offset, entry.dtype, entry.shape).copy_(tensor, non_blocking=True)

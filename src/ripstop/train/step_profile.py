@@ -103,7 +103,7 @@ def measure(starts: Sequence[int], entries: Entries) -> StepProfile | None:
     """The profile of the steps that began at these times (ns); None if too few of them have collectives."""
     steps: list[list[tuple[float, float | None]]] = [[] for _ in starts[1:]]
     index = 0
-    times = (_times(entry) for entry in entries if entry.get("time_created_ns"))
+    times = (_profiled_times(entry) for entry in entries if entry.get("time_created_ns"))
     for created, duration in sorted(times, key=itemgetter(0)):
         while index < len(steps) and created >= starts[index + 1]:
             index += 1
@@ -130,12 +130,12 @@ def measure(starts: Sequence[int], entries: Entries) -> StepProfile | None:
     )
 
 
-def _times(entry: dict[str, Any]) -> tuple[int, float | None]:
+def _profiled_times(entry: dict[str, Any]) -> tuple[int, float | None]:
     duration = entry.get("duration_ms")
     return int(entry["time_created_ns"]), None if duration is None else duration / 1000
 
 
-def read_recorders() -> Entries:
+def read_profiled_collectives() -> Entries:
     """The latest collectives of this process, of all backends."""
     core = sys.modules.get("torch._C._distributed_c10d")
     entries: list[dict[str, Any]] = []
@@ -150,4 +150,4 @@ def read_recorders() -> Entries:
 def open_profiler() -> StepProfiler | None:
     """None if this worker has no peers, or stragglers are not looked for."""
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    return None if alone or os.environ.get(OFF_VARIABLE) == "off" else StepProfiler(read_recorders)
+    return None if alone or os.environ.get(OFF_VARIABLE) == "off" else StepProfiler(read_profiled_collectives)

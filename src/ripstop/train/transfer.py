@@ -51,7 +51,7 @@ class Giver:
         self._key = key
         self._buffers = buffers
         self._max_connections = world_size + MORE_CONNECTIONS
-        host, self.host = _addresses()
+        host, self.host = _giver_addresses()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=128)
         self.port: int = self._socket.getsockname()[1]
@@ -91,14 +91,15 @@ class Giver:
         """Both nonces; b"" if the peer does not have the key."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         _send_at_once(connection)
-        _set_timeout(connection, HANDSHAKE_TIMEOUT_S)
+        _set_transfer_timeout(connection, HANDSHAKE_TIMEOUT_S)
         connection.sendall(nonce)
         proof = connection.recv(NONCE_BYTES + MAC_BYTES, socket.MSG_WAITALL)  # the kernel's timeout is for all of it
         session = nonce + proof[:NONCE_BYTES]
-        return session if hmac.compare_digest(proof[NONCE_BYTES:], _mac(self._key, b"receiver", session)) else b""
+        expected = _transfer_mac(self._key, b"receiver", session)
+        return session if hmac.compare_digest(proof[NONCE_BYTES:], expected) else b""
 
     def _answer(self, connection: socket.socket, session: bytes) -> None:
-        _set_timeout(connection, SOCKET_TIMEOUT_S)
+        _set_transfer_timeout(connection, SOCKET_TIMEOUT_S)
         for number in itertools.count():
             request = connection.recv(_REQUEST.size, socket.MSG_WAITALL)
             if len(request) < _REQUEST.size:
@@ -108,7 +109,7 @@ class Giver:
             if buffer is None or not 0 <= offset <= offset + size <= buffer.size:
                 return
             digest = _send(connection, buffer, offset, size, is_unpickled=is_unpickled)
-            connection.sendall(_mac(self._key, b"giver", session, _NUMBER.pack(number), request, digest))
+            connection.sendall(_transfer_mac(self._key, b"giver", session, _NUMBER.pack(number), request, digest))
 
 
 def _send(connection: socket.socket, buffer: CommitBuffer, offset: int, size: int, *, is_unpickled: bool) -> bytes:
@@ -127,7 +128,7 @@ def _send(connection: socket.socket, buffer: CommitBuffer, offset: int, size: in
     return _NUMBER.pack(digest.value)
 
 
-def _mac(key: bytes, prover: bytes, *parts: bytes) -> bytes:
+def _transfer_mac(key: bytes, prover: bytes, *parts: bytes) -> bytes:
     """The sizes of the parts follow from those before them."""
     return hmac.digest(key, b"".join([prover, *parts]), "sha256")
 
@@ -145,10 +146,10 @@ class Receiver:
             raise TransferError(f"{self._peer}: {error}") from error
         try:
             _send_at_once(self._socket)
-            _set_timeout(self._socket, SOCKET_TIMEOUT_S)
+            _set_transfer_timeout(self._socket, SOCKET_TIMEOUT_S)
             nonce, own = self._receive(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
             self._session = nonce + own
-            self._socket.sendall(own + _mac(key, b"receiver", self._session))
+            self._socket.sendall(own + _transfer_mac(key, b"receiver", self._session))
         except OSError as error:
             self._socket.close()
             raise TransferError(f"{self._peer}: {error}") from error
@@ -187,7 +188,7 @@ class Receiver:
 
     def _check(self, request: bytes, digest: bytes) -> None:
         number = _NUMBER.pack(next(self._requests))
-        expected = _mac(self._key, b"giver", self._session, number, request, digest)
+        expected = _transfer_mac(self._key, b"giver", self._session, number, request, digest)
         if not hmac.compare_digest(self._receive(MAC_BYTES), expected):
             shard, _, size, _ = _REQUEST.unpack(request)
             raise TransferError(f"{self._peer}: {size} bytes of shard {shard} do not match their MAC")
@@ -233,7 +234,7 @@ def _send_at_once(opened: socket.socket) -> None:
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _set_timeout(opened: socket.socket, seconds: float) -> None:
+def _set_transfer_timeout(opened: socket.socket, seconds: float) -> None:
     """In the kernel: Python's own timeout would make the socket non-blocking, and sendfile needs it blocking."""
     opened.settimeout(None)
     timeout = struct.pack("@ll", int(seconds), 0)
@@ -241,7 +242,7 @@ def _set_timeout(opened: socket.socket, seconds: float) -> None:
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
 
 
-def _addresses() -> tuple[str, str]:
+def _giver_addresses() -> tuple[str, str]:
     """Where to listen, and under which address peers connect: the one from which this node reaches the round's store.
 
     A node whose own name leads to its loopback is the store's node, which peers reach under the store's address.

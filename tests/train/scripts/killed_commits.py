@@ -71,7 +71,7 @@ def read(fd: int) -> tuple[int, float] | None:
 
 
 def break_rule(mutant: str) -> None:
-    right = state_module._copy_now
+    right = state_module._copy_state_now
 
     def stamp_first(buffer, header, taken):
         buffer.write_pickle(taken.pickle_offset, taken.pickle)
@@ -80,7 +80,7 @@ def break_rule(mutant: str) -> None:
         right(buffer, header, taken)
 
     if mutant == "stamp first":
-        state_module._copy_now = stamp_first
+        state_module._copy_state_now = stamp_first
     elif mutant == "old stamp":
         CommitBuffer.clear = lambda buffer: None
     elif mutant == "same buffer":

@@ -18,12 +18,12 @@ from ripstop.train import checkpoint_files, content
 from ripstop.train.agreement import Commit
 from ripstop.train.checkpoint_files import Unusable
 from ripstop.train.commit_buffer import CommitBuffer
-from ripstop.train.sharding import Parts
+from ripstop.train.sharding import ShardedTensorParts
 
 log = logging.getLogger("ripstop.train")
 
 
-class Plan(NamedTuple):
+class CheckpointPlan(NamedTuple):
     """What all ranks agree on: checkpoints to try, the newest round that anyone has seen, and the interval of saves."""
 
     candidates: list[str]
@@ -31,7 +31,7 @@ class Plan(NamedTuple):
     interval: float
 
 
-class DiskOffer(NamedTuple):
+class CheckpointOffer(NamedTuple):
     """What a rank sees on disk.  As JSON it is a list."""
 
     has_directory: bool
@@ -40,36 +40,36 @@ class DiskOffer(NamedTuple):
     interval: float
 
 
-def offer(directory: str, interval: float, name: str, newest_round: int) -> DiskOffer:
+def checkpoint_offer(directory: str, interval: float, name: str, newest_round: int) -> CheckpointOffer:
     """What this rank sees on disk, for rank 0."""
     seen = []
     if directory:
-        folder = checkpoint_files.folder(directory, name)
+        folder = checkpoint_files.checkpoint_folder(directory, name)
         seen = checkpoint_files.checkpoints(folder)
-        newest_round = max(newest_round, checkpoint_files.newest_round(folder))
-    return DiskOffer(bool(directory), [[each.round, each.number] for each in seen], newest_round, interval)
+        newest_round = max(newest_round, checkpoint_files.newest_checkpoint_round(folder))
+    return CheckpointOffer(bool(directory), [[each.round, each.number] for each in seen], newest_round, interval)
 
 
-def plan(received: list[Any], name: str, memory_commit: Commit | None) -> Plan:
+def checkpoint_plan(received: list[Any], name: str, memory_commit: Commit | None) -> CheckpointPlan:
     """Rank 0's decision from the offers of all ranks; `memory_commit` would be restored without disk."""
-    offers = [DiskOffer(*each) for each in received]
+    offers = [CheckpointOffer(*each) for each in received]
     rounds = [0, *(each.newest_round for each in offers)]
     if not all(each.has_directory for each in offers):
         if any(each.has_directory for each in offers):
             log.warning("state %r is not saved to disk: give all nodes --checkpoint-dir", name)
-        return Plan([], max(rounds), 0.0)
+        return CheckpointPlan([], max(rounds), 0.0)
     found = [{(round, number) for round, number in each.checkpoints} for each in offers]
     rounds += [round for seen in found for round, _ in seen]
     common = sorted(set.intersection(*found), reverse=True)
     newest = max(set.union(*found), default=None)
     if newest is not None and newest not in common:
         log.warning("state %r: not all nodes see checkpoint %s; --checkpoint-dir must be shared by all nodes",
-                    name, checkpoint_files.saved_name(*newest))  # fmt: skip
+                    name, checkpoint_files.checkpoint_name(*newest))  # fmt: skip
     newer = [each for each in common if memory_commit is None or each > (memory_commit.round, memory_commit.number)]
-    return Plan([checkpoint_files.saved_name(*each) for each in newer], max(rounds), offers[0].interval)
+    return CheckpointPlan([checkpoint_files.checkpoint_name(*each) for each in newer], max(rounds), offers[0].interval)
 
 
-class Found(NamedTuple):
+class RestorableCheckpoint(NamedTuple):
     """A checkpoint that can be used."""
 
     path: Path
@@ -85,7 +85,7 @@ class Found(NamedTuple):
         return any(found["flags"] & IS_SHARDED for found in self.description["ranks"].values())
 
     def read_pickle(self) -> bytes:
-        """Its digest is checked here too: `find` leaves most files to other ranks."""
+        """Its digest is checked here too: `find_restorable` leaves most files to other ranks."""
         name = checkpoint_files.pickle_name(self.shard)
         checkpoint_files.verify(self.path, {name: self.description["files"][name]})
         return (self.path / name).read_bytes()
@@ -94,55 +94,61 @@ class Found(NamedTuple):
     def tensor_names(self) -> list[str]:
         return list(self.description["ranks"][str(self.shard)]["tensors"])
 
+    def has_sharding_of(self, rank: int, values: Mapping[str, Any]) -> bool:
+        """Whether this rank can take the tensors as the checkpoint has them."""
+        is_own = self.shard == rank or not self.is_sharded
+        return is_own and content.Stored(None, self.read_pickle()).has_sharding_of(values)
 
-def find(path: Path, rank: int, world_size: int) -> Found:
+    def load(self, run: int) -> tuple[CommitBuffer, Header]:
+        """The commit of a rank, from disk into a new buffer; Unusable says why it cannot be used."""
+        described = self.description["ranks"][str(self.shard)]
+        data, offset = self.read_pickle(), described["pickle_offset"]
+        buffer = _create_checkpoint_buffer(self.path, offset + content.PICKLE_ROOM * len(data))
+        buffer.write_pickle(offset, data)
+        stored = content.Stored(buffer, data)
+        parts, wanted = stored.parts, dict[str, torch.Tensor]()
+        for number, name in enumerate(self.tensor_names):
+            tensor = stored.separate_tensor(number)
+            if number in parts and not name.startswith(checkpoint_files.OWN):
+                tensor = ShardedTensorParts(parts[number], tensor)
+            wanted[name] = tensor
+        _fill_from_checkpoint(self.path, wanted)
+        header = Header(
+            run, self.id, self.shard, self.description["world_size"], offset, len(data), crc32(data), described["flags"]
+        )
+        buffer.complete(header)
+        return buffer, header
+
+    def resharded(self) -> "ReshardedCheckpoint":
+        id, world_size = self.id, self.description["world_size"]
+        stored = content.Stored(None, self.read_pickle())
+        for number in stored.parts:
+            if self.tensor_names[number].startswith(checkpoint_files.OWN):
+                raise Unusable(f"{self.path} has parts of tensors that only ranks with the same sharding can read")
+        return ReshardedCheckpoint(Commit(id.round, id.number, world_size), stored, self)
+
+
+def find_restorable(path: Path, rank: int, world_size: int) -> RestorableCheckpoint:
     """Unusable says why a checkpoint cannot be used.  Each rank looks at some of its files."""
     found = checkpoint_files.description(path)
     files = sorted(found["files"].items())
     checkpoint_files.verify(path, dict(files[rank::world_size]))
     if found["world_size"] == world_size and str(rank) in found["ranks"]:
-        return Found(path, found, rank)
+        return RestorableCheckpoint(path, found, rank)
     if found["differing"]:
         raise Unusable(
             f"{path} was made by {found['world_size']} ranks, this round has {world_size}, "
             f"and these values differ between ranks: {', '.join(found['differing'])}"
         )
-    return Found(path, found, 0)
+    return RestorableCheckpoint(path, found, 0)
 
 
-def has_sharding_of(found: Found, rank: int, values: Mapping[str, Any]) -> bool:
-    """Whether this rank can take the tensors as the checkpoint has them."""
-    is_own = found.shard == rank or not found.is_sharded
-    return is_own and content.Stored(None, found.read_pickle()).has_sharding_of(values)
-
-
-def load(found: Found, run: int) -> tuple[CommitBuffer, Header]:
-    """The commit of a rank, from disk into a new buffer; Unusable says why it cannot be used."""
-    described = found.description["ranks"][str(found.shard)]
-    data, offset = found.read_pickle(), described["pickle_offset"]
-    buffer = _buffer(found.path, offset + content.PICKLE_ROOM * len(data))
-    buffer.write_pickle(offset, data)
-    stored = content.Stored(buffer, data)
-    parts, wanted = stored.parts, dict[str, torch.Tensor]()
-    for number, name in enumerate(found.tensor_names):
-        tensor = stored.separate_tensor(number)
-        if number in parts and not name.startswith(checkpoint_files.OWN):
-            tensor = Parts(parts[number], tensor)
-        wanted[name] = tensor
-    _fill(found.path, wanted)
-    header = Header(
-        run, found.id, found.shard, found.description["world_size"], offset, len(data), crc32(data), described["flags"]
-    )
-    buffer.complete(header)
-    return buffer, header
-
-
-class Resharded(NamedTuple):
+class ReshardedCheckpoint(NamedTuple):
     """A checkpoint whose sharding is not that of this round."""
 
     commit: Commit
     stored: content.Stored
-    found: Found
+    found: RestorableCheckpoint
 
     @property
     def names(self) -> list[str]:
@@ -150,21 +156,12 @@ class Resharded(NamedTuple):
 
     def load(self, name: str, live: Any) -> Any:
         def fill(tensors: dict[str, torch.Tensor]) -> None:
-            _fill(self.found.path, tensors)
+            _fill_from_checkpoint(self.found.path, tensors)
 
-        return content.load_from_files(name, live, self.stored, self.found.tensor_names, fill)
-
-
-def resharded(found: Found) -> Resharded:
-    id, world_size = found.id, found.description["world_size"]
-    stored = content.Stored(None, found.read_pickle())
-    for number in stored.parts:
-        if found.tensor_names[number].startswith(checkpoint_files.OWN):
-            raise Unusable(f"{found.path} has parts of tensors that only ranks with the same sharding can read")
-    return Resharded(Commit(id.round, id.number, world_size), stored, found)
+        return self.stored.load_from_files(name, live, self.found.tensor_names, fill)
 
 
-def _fill(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def _fill_from_checkpoint(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     # Here, because it takes 0.7 s: every node of a job with a State would pay for it before its first round.
     from torch.distributed.checkpoint import state_dict_loader as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -178,7 +175,7 @@ def _fill(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         raise Unusable(f"{path}: {' '.join(str(error).split())}") from error
 
 
-def _buffer(path: Path, size: int) -> CommitBuffer:
+def _create_checkpoint_buffer(path: Path, size: int) -> CommitBuffer:
     try:
         return CommitBuffer.create(size)
     except NotEnoughMemory as error:
