@@ -53,7 +53,7 @@ from ripstop.transport.endpoint import Bound, bind, bind_first
 from ripstop.transport.link import InProcessLink, Link
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.processes import Children
-from ripstop.workers.saver_process import make_writable
+from ripstop.workers.saver_process import prepare_saver_directory
 from ripstop.workers.spawner import Spawner, Starter
 
 log = logging.getLogger("ripstop")
@@ -76,7 +76,7 @@ def run(config: RunConfig, link: Link | None = None) -> int:
             config = replace(config, token=job_secret(config.user_key))
         directory = LogDirectory(config.logs, config.run_id)
         if config.checkpoints is not None:
-            make_writable(config.checkpoints.directory)
+            prepare_saver_directory(config.checkpoints.directory)
         end = _run_with_workers(config, directory, link, live)
         if (report := end.report) is not None and report.outcome is Outcome.SUCCEEDED:
             log.info("job=%s succeeded rounds=%d restarts=%d", report.run_id, report.rounds, report.restarts)

@@ -179,7 +179,7 @@ def test_a_store_port_that_cannot_be_opened_is_retried_unless_it_is_required(
     async def scenario(driver: AgentDriver, coordinator: Coordinator) -> None:
         await coordinator.receive(Ready)
         with monkeypatch.context() as patch:
-            patch.setattr(store_ports, "StorePort", fails)
+            patch.setattr(store_ports, "RoundStore", fails)
             with pytest.raises(StartError):
                 driver._execute(OpenStorePort(is_required=True))
             driver._execute(OpenStorePort())

@@ -19,7 +19,7 @@ from ripstop.diagnostics.hang_analysis import describe_collectives, suspects_in_
 from ripstop.model.config import Script, StartMethod
 from ripstop.workers.processes import Children
 from ripstop.workers.spawner import ProcessSpec, Spawner
-from ripstop.workers.zygote.worker_hooks import flight_recorder_dump, serve_flight_recorder
+from ripstop.workers.zygote.worker_hooks import serve_flight_recorder, worker_recorder_dump
 from tests.e2e.harness import wait_until
 
 DEADLINE = 120.0
@@ -145,8 +145,8 @@ def test_the_recorder_of_nccl_is_not_read_from_a_healthy_worker(monkeypatch: pyt
         _dump_nccl_trace_json = staticmethod(lambda: b"2")
 
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", Torch)
-    assert flight_recorder_dump(is_hanging=False) == b'{"fr": 1}'
-    assert flight_recorder_dump(is_hanging=True) == b'{"fr": 1, "nccl": 2}'
+    assert worker_recorder_dump(is_hanging=False) == b'{"fr": 1}'
+    assert worker_recorder_dump(is_hanging=True) == b'{"fr": 1, "nccl": 2}'
 
 
 # invalid replies ------------------------------------------------------------------------------------------------

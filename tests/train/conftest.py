@@ -11,7 +11,7 @@ import pytest
 
 from ripstop.model.config import Checkpoints
 from ripstop.train import saver
-from ripstop.workers.saver_process import Save, Saver
+from ripstop.workers.saver_process import SaverProcess, SaverProcesses
 from ripstop.workers.state_memory import StateMemory, WorkerIdentity
 
 Result = TypeVar("Result")
@@ -59,7 +59,7 @@ class Agent:
         self._loop.close()
 
 
-class SaverInAThread(Saver):
+class SaverInAThread(SaverProcesses):
     """Saves without a process of its own; end-to-end tests have the process."""
 
     def __init__(self, directory: Path) -> None:
@@ -68,7 +68,7 @@ class SaverInAThread(Saver):
         super().__init__(config, RUN_ID, None, {}, None, lambda task: tasks.add(asyncio.ensure_future(task)))  # type: ignore[arg-type]
         self.results: list[dict[str, Any]] = []
 
-    async def _start(self, save: Save) -> None:
+    async def _start(self, save: SaverProcess) -> None:
         ranks = sorted(save.buffers)
         settings = {
             "directory": str(self.config.directory), "keep": 2, "run_id": RUN_ID, "name": save.name, "ranks": ranks,

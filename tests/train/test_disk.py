@@ -27,7 +27,7 @@ from ripstop.model.config import Checkpoints
 from ripstop.train import checkpoint_files, intervals, saver
 from ripstop.train import state as state_module
 from ripstop.train.agent_memory import AgentMemory
-from ripstop.workers.saver_process import Save, Saver
+from ripstop.workers.saver_process import SaverProcess, SaverProcesses
 from tests.train.conftest import RUN_ID, Agent, SaverInAThread
 from tests.train.test_state import equal, network, step
 
@@ -271,9 +271,9 @@ def test_a_buffer_that_changes_while_it_is_read_is_not_saved(
 def test_buffers_that_are_being_saved_are_not_overwritten(agent: Agent, saving: SaverInAThread) -> None:
     state = train.State(value=torch.zeros(100), step=0)
     state.restore()
-    held: list[Save] = []
+    held: list[SaverProcess] = []
 
-    async def hold(save: Save) -> None:
+    async def hold(save: SaverProcess) -> None:
         held.append(save)
 
     saving._start = hold  # type: ignore[method-assign]
@@ -300,7 +300,7 @@ def test_neither_a_saved_commit_nor_one_that_is_copied_is_overwritten(agent: Age
     state.restore()
     saved: list[int] = []
 
-    async def hold(save: Save) -> None:
+    async def hold(save: SaverProcess) -> None:
         saved.append(save.commit[1])
 
     saving._start = hold  # type: ignore[method-assign]
@@ -547,7 +547,7 @@ def test_commits_of_a_job_have_its_round_and_are_newer_than_all_before(job_round
     assert found - ROUNDS_OF_A_JOB <= newest, "the next such round"
 
 
-class SlowSaver(Saver):
+class SlowSaver(SaverProcesses):
     """Each save ends when the test lets it."""
 
     def __init__(self, directory: Path) -> None:
@@ -557,7 +557,7 @@ class SlowSaver(Saver):
         self.saved: list[tuple[int, int]] = []
         self.may_end = asyncio.Semaphore(0)
 
-    async def _start(self, save: Save) -> None:
+    async def _start(self, save: SaverProcess) -> None:
         await self.may_end.acquire()
         self.saved.append(save.commit)
         self._forget(save)

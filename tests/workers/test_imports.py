@@ -2,11 +2,11 @@
 
 import pytest
 
-from ripstop.workers.zygote.imports import MAX_FILES, follow, imported_names, to_preload, worth_preloading
+from ripstop.workers.zygote.imports import MAX_FILES, follow, imported_names, imports_worth_preloading, to_preload
 
 
 def preloads(text: str) -> list[str]:
-    return worth_preloading(follow(text.encode(), "", lambda name: None))
+    return imports_worth_preloading(follow(text.encode(), "", lambda name: None))
 
 
 @pytest.mark.parametrize(

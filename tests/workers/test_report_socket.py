@@ -18,7 +18,7 @@ from ripstop.workers.report_socket import (
     MAX_SOCKET_PATH_BYTES,
     CheckpointReport,
     CommitReport,
-    Reports,
+    ReportSocket,
     RestoreReport,
     WorkerHeartbeat,
     WorkerReport,
@@ -41,7 +41,7 @@ def received(folder: Path, count: int, send: Callable[[str], None]) -> list[tupl
             if len(found) >= count:
                 enough.set()
 
-        reports = Reports({"TMPDIR": str(folder)}, on_report)
+        reports = ReportSocket({"TMPDIR": str(folder)}, on_report)
         try:
             await asyncio.get_running_loop().run_in_executor(None, send, reports.path)
             async with asyncio.timeout(DEADLINE):
@@ -137,7 +137,7 @@ def test_a_removed_socket_is_created_again_and_reported_as_unusable_until_then(s
 
     async def scenario() -> tuple[list[bool], WorkerReport]:
         report_received: asyncio.Future[WorkerReport] = asyncio.get_running_loop().create_future()
-        reports = Reports({"TMPDIR": str(short_tmp_path)}, lambda pid, report: report_received.set_result(report))
+        reports = ReportSocket({"TMPDIR": str(short_tmp_path)}, lambda pid, report: report_received.set_result(report))
         try:
             before = reports.ensure_socket()
             lose(reports.path)
@@ -160,7 +160,7 @@ def test_a_removed_socket_that_cannot_be_created_again_stays_unusable(
     folder.mkdir()
 
     async def scenario() -> list[bool]:
-        reports = Reports({"XDG_RUNTIME_DIR": str(folder)}, lambda pid, report: None)
+        reports = ReportSocket({"XDG_RUNTIME_DIR": str(folder)}, lambda pid, report: None)
         try:
             shutil.rmtree(folder)
             return [reports.ensure_socket(), reports.ensure_socket()]
@@ -173,9 +173,9 @@ def test_a_removed_socket_that_cannot_be_created_again_stays_unusable(
 
 def test_the_next_agent_removes_only_the_sockets_of_killed_agents(short_tmp_path: Path) -> None:
     code = (
-        "import asyncio, os, sys; from ripstop.workers.report_socket import Reports\n"
+        "import asyncio, os, sys; from ripstop.workers.report_socket import ReportSocket\n"
         "async def main():\n"
-        "    print(Reports(os.environ, print).path, flush=True)\n"
+        "    print(ReportSocket(os.environ, print).path, flush=True)\n"
         "    sys.stdin.read()\n"
         "asyncio.run(main())"
     )
@@ -191,7 +191,7 @@ def test_the_next_agent_removes_only_the_sockets_of_killed_agents(short_tmp_path
         return Path(agent.stdout.readline().strip())
 
     async def next_one() -> None:
-        Reports({"TMPDIR": str(short_tmp_path)}, lambda pid, report: None).close()
+        ReportSocket({"TMPDIR": str(short_tmp_path)}, lambda pid, report: None).close()
 
     with agent() as killed, agent() as alive:
         dead, other = path(killed), path(alive)
@@ -238,7 +238,7 @@ def test_the_sockets_beside_it_can_be_bound_however_long_the_temporary_directory
     folder.mkdir()
 
     async def paths() -> list[str]:
-        reports = Reports({"TMPDIR": str(folder)}, lambda pid, report: None)
+        reports = ReportSocket({"TMPDIR": str(folder)}, lambda pid, report: None)
         try:
             return [reports.path + PATH_SUFFIX, *reports.renew_recorder_sockets(1_000_000, 99)[-1:]]
         finally:

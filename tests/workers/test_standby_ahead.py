@@ -368,8 +368,8 @@ def test_a_script_may_make_only_its_own_gpu_visible(monkeypatch, visible, device
     )
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert run_ahead.reserved_memory() == 7
-    warmups.check_gpu()
+    assert run_ahead.run_ahead_gpu_memory() == 7
+    warmups.check_warmed_gpu()
     assert used == [device, device]
 
 

@@ -14,7 +14,7 @@ from ripstop.model.errors import StartError
 from ripstop.workers.group import Exit, Group
 from ripstop.workers.processes import Children
 from ripstop.workers.spawner import ProcessSpec, Spawner
-from ripstop.workers.store import StorePort
+from ripstop.workers.store import RoundStore
 from tests.worker_fixtures import new_spawner
 
 DEADLINE = 180.0
@@ -46,7 +46,7 @@ def test_clients_share_values_through_the_store(stage, preload):
 
     async def scenario() -> None:
         with new_spawner(Script(str(script)), stage.env, StartMethod.ZYGOTE, preload) as spawner:
-            store = StorePort("127.0.0.1")
+            store = RoundStore("127.0.0.1")
             try:
                 async with asyncio.timeout(DEADLINE):
                     await spawner.wait_ready()
@@ -61,7 +61,7 @@ def test_clients_share_values_through_the_store(stage, preload):
                     await store.close()
                     with pytest.raises(ProcessLookupError):
                         os.kill(pid, 0)
-                    StorePort("127.0.0.1", store.port)._close_socket()  # the port is free again
+                    RoundStore("127.0.0.1", store.port)._close_socket()  # the port is free again
             finally:
                 await store.close()
 
@@ -101,7 +101,7 @@ else:
             if end.exitcode != 0 or len(exits) == 2:
                 over.set()
 
-        store = StorePort("127.0.0.1")
+        store = RoundStore("127.0.0.1")
         store.serve(spawner, stage.env, children)
         env = {
             **stage.env,
@@ -136,7 +136,7 @@ def test_a_prepared_store_runs_before_its_round_and_is_replaced_if_it_dies_until
 
     async def scenario() -> None:
         with new_spawner(Script(str(script)), stage.env, StartMethod.ZYGOTE, ("torch.distributed",)) as spawner:
-            stores = [StorePort("127.0.0.1") for _ in range(2)]
+            stores = [RoundStore("127.0.0.1") for _ in range(2)]
             try:
                 async with asyncio.timeout(DEADLINE):
                     for store in stores:
@@ -164,7 +164,7 @@ def test_a_prepared_store_runs_before_its_round_and_is_replaced_if_it_dies_until
 def test_a_store_without_clients_has_no_process(stage):
     async def scenario() -> None:
         with new_spawner(Executable(("true",)), stage.env, StartMethod.EXEC) as spawner:
-            store = StorePort("localhost")
+            store = RoundStore("localhost")
             try:
                 await spawner.wait_ready()
                 store.serve(spawner, stage.env, spawner.children)
@@ -182,7 +182,7 @@ def test_without_torch_clients_are_refused_and_the_reason_is_printed(stage, capf
 
     async def scenario() -> None:
         with new_spawner(Executable(("true",)), env, StartMethod.EXEC) as spawner:
-            store = StorePort("127.0.0.1")
+            store = RoundStore("127.0.0.1")
             try:
                 await spawner.wait_ready()
                 store.serve(spawner, env, spawner.children)
@@ -208,7 +208,7 @@ def test_a_store_that_died_refuses_its_clients(stage):
 
     async def scenario() -> None:
         with new_spawner(Script(str(script)), stage.env, StartMethod.ZYGOTE, ("torch",)) as spawner:
-            store = StorePort("127.0.0.1")
+            store = RoundStore("127.0.0.1")
             try:
                 async with asyncio.timeout(DEADLINE):
                     await spawner.wait_ready()
@@ -229,18 +229,18 @@ def test_a_port_in_use_is_a_start_error(stage):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(StartError, match=rf"127\.0\.0\.1:{port}: Address already in use; choose"):
-            StorePort("127.0.0.1", port)
+            RoundStore("127.0.0.1", port)
 
 
 def test_a_host_that_does_not_resolve_is_a_start_error():
     with pytest.raises(StartError, match=r"'no\.such\.host\.invalid' cannot be resolved"):
-        StorePort("no.such.host.invalid")
+        RoundStore("no.such.host.invalid")
 
 
 def test_an_address_of_another_machine_is_served_on_all_interfaces():
     # Behind an address translation the public address is not a local one.
     async def scenario() -> None:
-        store = StorePort("192.0.2.7")
+        store = RoundStore("192.0.2.7")
         try:
             _, writer = await asyncio.open_connection("127.0.0.1", store.port)
             writer.close()
@@ -255,7 +255,7 @@ def test_a_store_listens_on_ipv6():
         pytest.skip("this machine has no IPv6")
 
     async def scenario() -> None:
-        store = StorePort("::1")
+        store = RoundStore("::1")
         try:
             _, writer = await asyncio.open_connection("::1", store.port)
             writer.close()
@@ -282,7 +282,7 @@ def test_the_next_port_is_reserved_for_a_server_in_rank_0_until_the_round_ends(o
     """A server like gRPC's, and one like torch's TCPStore."""
 
     async def scenario() -> None:
-        store = StorePort("127.0.0.1")
+        store = RoundStore("127.0.0.1")
         with pytest.raises(OSError):
             bind_next(store.port + 1)
         with bind_next(store.port + 1, *options) as server:
@@ -298,10 +298,10 @@ def test_the_next_port_is_reserved_for_a_server_in_rank_0_until_the_round_ends(o
 
 def test_a_fixed_port_is_used_although_the_next_one_is_taken():
     async def scenario() -> None:
-        free = StorePort("127.0.0.1")
+        free = RoundStore("127.0.0.1")
         await free.close()
         with bind_next(free.port + 1):
-            store = StorePort("127.0.0.1", free.port)
+            store = RoundStore("127.0.0.1", free.port)
             assert store.port == free.port
             await store.close()
 

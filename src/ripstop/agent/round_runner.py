@@ -41,11 +41,11 @@ from ripstop.replication.supervisor import Supervisor
 from ripstop.workers.elastic_workers import ElasticWorkers
 from ripstop.workers.environment import ROUND_VARIABLES
 from ripstop.workers.group import Exit, Group
-from ripstop.workers.report_socket import Reports, RestoreReport, WorkerReport
-from ripstop.workers.saver_process import Saver
+from ripstop.workers.report_socket import ReportSocket, RestoreReport, WorkerReport
+from ripstop.workers.saver_process import SaverProcesses
 from ripstop.workers.spawner import ProcessSpec, Starter
 from ripstop.workers.state_memory import StateMemory, WorkerIdentity
-from ripstop.workers.store import StorePort
+from ripstop.workers.store import RoundStore
 
 if TYPE_CHECKING:
     from ripstop.agent.worker_timers import WorkerTimers
@@ -89,10 +89,10 @@ class RoundRunner:
             from ripstop.logs.plugin import LogsPlugin
 
             self._logs_source = LogsPlugin(config.logs, config.role, environ, self._children)
-        self._reports = Reports(environ, self._on_worker_report)
+        self._reports = ReportSocket(environ, self._on_worker_report)
         self._saver = None
         if config.checkpoints is not None:
-            self._saver = Saver(config.checkpoints, config.run_id, spawner, environ, self._children, run_task)
+            self._saver = SaverProcesses(config.checkpoints, config.run_id, spawner, environ, self._children, run_task)
         self._specs = WorkerSpecs(config, environ, self._reports.path)
         self._elastic = ElasticWorkers(
             find_worker=self._find_worker,
@@ -262,7 +262,7 @@ class RoundRunner:
         self._run_task(self._reform(round, group, logs, why, grace, old_store))
 
     async def _reform(
-        self, round: Round, group: Group, logs: KeptLogs, why: str, grace: float, old_store: StorePort | None
+        self, round: Round, group: Group, logs: KeptLogs, why: str, grace: float, old_store: RoundStore | None
     ) -> None:
         began, place = self._loop.time(), round.place
         try:

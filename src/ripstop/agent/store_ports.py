@@ -10,7 +10,7 @@ from ripstop.model.errors import StartError
 from ripstop.model.round import Place
 from ripstop.workers.processes import Children
 from ripstop.workers.spawner import Starter
-from ripstop.workers.store import StorePort
+from ripstop.workers.store import RoundStore
 
 log = logging.getLogger("ripstop.agent")
 
@@ -31,11 +31,11 @@ class StorePorts:
         self._children = children
         self._run_task = run_task
         self._on_open = on_open
-        self._offered: StorePort | None = None
+        self._offered: RoundStore | None = None
         self._retry: asyncio.TimerHandle | None = None
-        self._store: StorePort | None = None
-        self._ending: dict[StorePort, asyncio.TimerHandle] = {}  # stores of rounds that are over
-        self._closing: set[StorePort] = set()  # whose port the running round needs too
+        self._store: RoundStore | None = None
+        self._ending: dict[RoundStore, asyncio.TimerHandle] = {}  # stores of rounds that are over
+        self._closing: set[RoundStore] = set()  # whose port the running round needs too
 
     def open(self, host: str, port: int, *, is_required: bool) -> None:
         """Listen for the store of a later round; StartError if that fails and the port is required."""
@@ -43,7 +43,7 @@ class StorePorts:
             self._run_task(self._offered.close())
             self._offered = None
         try:
-            self._offered = StorePort(host, port)
+            self._offered = RoundStore(host, port)
         except StartError as error:
             if is_required:
                 raise
@@ -53,7 +53,7 @@ class StorePorts:
             return
         self._on_open(host, self._offered.port)
 
-    def take(self, place: Place) -> StorePort | None:
+    def take(self, place: Place) -> RoundStore | None:
         """This round begins: the node of rank 0 uses the port that it has offered.  Returns the last round's store."""
         last, self._store = self._store, None
         if place.group_rank == 0:
@@ -70,7 +70,7 @@ class StorePorts:
         if self._offered is not None and self._store is not None:
             self._offered.prepare(spawner, self._environ, self._children)
 
-    async def replace(self, last: StorePort | None, place: Place, delay: float) -> None:
+    async def replace(self, last: RoundStore | None, place: Place, delay: float) -> None:
         """End the last round's store after a delay, or now if this round has the same port (`--master-port`).
 
         A worker that goes on in place may be about to connect to the old store: torch would retry for half an hour.
@@ -84,13 +84,13 @@ class StorePorts:
             await store.close()
             self._closing.discard(store)
 
-    def _end(self, store: StorePort) -> None:
+    def _end(self, store: RoundStore) -> None:
         del self._ending[store]
         self._run_task(store.close())
 
     def serve(self, place: Place, spawner: Starter) -> None:
         if place.group_rank == 0:
-            self._store = self._store or StorePort(place.store.host, place.store.port)
+            self._store = self._store or RoundStore(place.store.host, place.store.port)
             self._store.serve(spawner, self._environ, self._children)
 
     async def close_store(self) -> None:

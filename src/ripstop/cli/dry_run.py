@@ -12,7 +12,7 @@ from ripstop.model.config import Backend, Executable, RunConfig, StartMethod
 from ripstop.model.round import Address, Place
 from ripstop.telemetry.run_settings import setting_text, settings
 from ripstop.workers.environment import worker_environment
-from ripstop.workers.spawner import entry_key
+from ripstop.workers.spawner import zygote_key
 from ripstop.workers.zygote import preload_cache
 from ripstop.workers.zygote.imports import to_preload
 
@@ -38,7 +38,7 @@ def _left_out(config: RunConfig) -> Iterator[str]:
     """What an earlier start has found unfit for preloading."""
     if config.preload is not None or config.start is not StartMethod.ZYGOTE or isinstance(config.entry, Executable):
         return
-    kind, target = entry_key(config.entry)
+    kind, target = zygote_key(config.entry)
     home = str(Path(target).resolve() if Path(target).is_dir() else Path(target).resolve().parent)
     path = [home if kind == "script" else str(Path.cwd()), *sys.path[1:]]
     names, sources = to_preload(kind, target, path, config.entry.args)

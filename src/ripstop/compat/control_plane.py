@@ -32,8 +32,8 @@ def worker_main() -> Iterator[None]:
         with _worker_server(os.environ.get(TORCH_WORKER_SERVER_SOCKET)):
             yield
     except Exception as error:
-        if path := error_file.error_file():
-            error_file.write(path, error_file.describe(error))
+        if path := error_file.error_file_path():
+            error_file.write_error_file(path, error_file.describe(error))
         raise
 
 

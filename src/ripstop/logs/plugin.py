@@ -20,7 +20,7 @@ from ripstop.model.config import Logs, OutputStreams, StreamMap
 from ripstop.model.errors import StartError
 from ripstop.model.round import Place
 from ripstop.system.safe_files import check_own_directory, make_own_directory, no_follow, open_to_append
-from ripstop.workers.processes import Children, cannot_start
+from ripstop.workers.processes import Children, process_start_error
 
 PROGRAM = Path(__file__).with_name("plugin_process.py")
 NULL = Path(os.devnull)
@@ -42,7 +42,7 @@ class LogsPlugin:
                 self._pid = os.posix_spawn(sys.executable, argv, dict(environ), setsid=True)
             except OSError as error:
                 self._socket.close()
-                raise cannot_start(f"--logs-specs={logs.specs}", error) from error
+                raise process_start_error(f"--logs-specs={logs.specs}", error) from error
         children.claim(self._pid)
         self._socket.setblocking(False)
         self._loaded = False

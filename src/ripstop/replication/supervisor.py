@@ -22,9 +22,9 @@ from ripstop.model.errors import StartError
 from ripstop.model.round import Place
 from ripstop.protocol.messages import Replicate, Replicated
 from ripstop.replication import MAX_CONTROL_BYTES
+from ripstop.system.network import bind_local
 from ripstop.workers.processes import Children, ProcessExit
 from ripstop.workers.state_memory import StateMemory
-from ripstop.workers.store import bind_local
 
 log = logging.getLogger("ripstop.agent")
 

@@ -1,8 +1,10 @@
-"""TCP options and error texts for connections to other machines."""
+"""TCP sockets, their options, and error texts for connections to other machines."""
 
 import os
 import socket
 import ssl
+
+from ripstop.model.errors import StartError
 
 
 def enable_keepalive(connection: socket.socket) -> None:
@@ -36,3 +38,26 @@ def describe_network_error(error: BaseException, timeout: float | None = None) -
             return "no reply in time" if timeout is None else f"no answer in {timeout:g} s"
         case _:
             return str(cause) or type(cause).__name__
+
+
+def bind_local(host: str) -> socket.socket:
+    """A socket on a free port of `host`, which does not listen yet; StartError if `host` is not a local address."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return bind_socket(family, address)
+    except OSError as error:
+        raise StartError(f"no port can be bound on {host}: {error.strerror}; set --local-addr") from error
+
+
+def bind_socket(family: int, address: tuple[object, ...], backlog: int | None = None) -> socket.socket:
+    """A socket that is bound to this address; with a `backlog`, it listens."""
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        if backlog is not None:
+            bound.listen(backlog)
+    except OSError:
+        bound.close()
+        raise
+    return bound

@@ -52,6 +52,15 @@ def open_to_append(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | no_follow(path) | os.O_CLOEXEC, 0o666)
 
 
+def file_identity(path: Path) -> tuple[int, int] | None:
+    """Which file is there; None if none is."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
 def replace_file(path: Path, text: str) -> None:
     """Replace a file atomically.  Raises OSError."""
     draft = path.with_name(f".{path.name}.{os.urandom(6).hex()}")  # other nodes may share the directory

@@ -17,7 +17,7 @@ from ripstop.model.config import Binding, Entrypoint, Executable, Handler, Modul
 from ripstop.model.redaction import HIDDEN, is_secret_name, without_secrets, without_url_users
 from ripstop.model.round import Address
 from ripstop.system.numa_binding import format_ranges
-from ripstop.workers.spawner import command_line
+from ripstop.workers.spawner import spawn_command_line
 
 HIDDEN_FIELDS = ("notify_url", "token", "user", "password", "headers", "notes")
 GROUPS = ("budget", "timing", "health", "quarantine", "logs", "own_log")  # their settings have names like `timing.join`
@@ -41,7 +41,7 @@ def setting_text(value: object) -> str:
         case None:
             return "-"
         case Script() | Module() | Executable():
-            return join(command_line(value))
+            return join(spawn_command_line(value))
         case Handler(name, endpoint, conf):
             return " ".join((name, without_secrets(endpoint), *(f"{key}={_shown(key, value)}" for key, value in conf)))
         case Binding(cpus, memory):

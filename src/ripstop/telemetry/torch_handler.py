@@ -17,7 +17,7 @@ from ripstop.model.config import RunConfig
 from ripstop.model.events import EventRecord, Sink
 from ripstop.telemetry import torch_handler_process
 from ripstop.telemetry.torch_events import TorchEvents
-from ripstop.workers.processes import Children, cannot_start
+from ripstop.workers.processes import Children, process_start_error
 
 log = logging.getLogger("ripstop.workers")
 
@@ -40,7 +40,7 @@ class EventHandler:
                 self._pid = os.posix_spawn(sys.executable, argv, dict(environ), setsid=True)
             except OSError as error:
                 self._socket.close()
-                raise cannot_start(f"the event handler {name}", error) from error
+                raise process_start_error(f"the event handler {name}", error) from error
         children.claim(self._pid)
 
     def put(self, line: str) -> None:

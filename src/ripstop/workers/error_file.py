@@ -38,14 +38,14 @@ def record(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if path := error_file():
-                write(path, describe(error))
+            if path := error_file_path():
+                write_error_file(path, describe(error))
             raise
 
     return recorded
 
 
-def error_file() -> str | None:
+def error_file_path() -> str | None:
     """The path of this process's error file; None if the launcher has set none."""
     return os.environ.get(ERROR_FILE) or None
 
@@ -69,9 +69,9 @@ def describe(error: BaseException) -> dict[str, Any]:
     stack = "".join(traceback.format_exception(type(error), error, user_frames(error.__traceback__)))
     return {
         "message": {
-            "message": _shortened(f"{type(error).__name__}: {_text(error)}", _MAX_MESSAGE_CHARS),
+            "message": _shortened_error(f"{type(error).__name__}: {_error_text(error)}", _MAX_MESSAGE_CHARS),
             "extraInfo": {
-                "py_callstack": _shortened(stack, _MAX_TRACEBACK_CHARS),
+                "py_callstack": _shortened_error(stack, _MAX_TRACEBACK_CHARS),
                 "timestamp": str(int(time.time())),
             },
         }
@@ -86,28 +86,28 @@ def user_frames(trace: TracebackType | None) -> TracebackType | None:
     return inner or trace
 
 
-def write(path: str, content: Any) -> None:
+def write_error_file(path: str, content: Any) -> None:
     """Write an error file, or print why not (rule 1)."""
     import json
 
     try:
         text = json.dumps(content)
         target = os.path.realpath(path)  # a link stays, and its target is written
-        if _is_special(target):
-            _overwrite(target, text)
+        if _is_special_error_file(target):
+            _overwrite_error_file(target, text)
             return
         try:
-            _replace(target, text)
+            _replace_error_file(target, text)
         except OSError as error:
             if error.errno not in _NOT_REPLACEABLE_ERRORS or not os.path.exists(target):  # noqa: PTH110
                 raise
-            _overwrite(target, text)
+            _overwrite_error_file(target, text)
     except Exception as error:
         with suppress(Exception):
             sys.stderr.write(f"ripstop: the error file cannot be written: {type(error).__name__}: {error}\n")
 
 
-def _is_special(path: str) -> bool:
+def _is_special_error_file(path: str) -> bool:
     """Whether something other than a regular file exists there."""
     try:
         return not stat.S_ISREG(os.lstat(path).st_mode)
@@ -115,7 +115,7 @@ def _is_special(path: str) -> bool:
         return False
 
 
-def _replace(path: str, text: str) -> None:
+def _replace_error_file(path: str, text: str) -> None:
     draft = f"{path}.{os.getpid()}"
     try:
         with open(draft, "w", encoding="utf-8") as file:  # noqa: PTH123
@@ -127,20 +127,20 @@ def _replace(path: str, text: str) -> None:
         raise
 
 
-def _overwrite(path: str, text: str) -> None:
+def _overwrite_error_file(path: str, text: str) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC)  # fails for a pipe without a reader
     os.set_blocking(fd, True)
     with open(fd, "w", encoding="utf-8") as file:  # noqa: PTH123
         file.write(text)
 
 
-def _text(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as flaw:
         return f"<its text cannot be made: {type(flaw).__name__}>"
 
 
-def _shortened(text: str, size: int) -> str:
+def _shortened_error(text: str, size: int) -> str:
     """The first third and the last two thirds: a traceback's end is where it failed."""
     return text if len(text) <= size else f"{text[: size // 3]}\n  …\n{text[-size * 2 // 3 :]}"

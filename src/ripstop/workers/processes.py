@@ -42,7 +42,7 @@ KILL_TIMEOUT_S = 30.0  # a process that is still there this long after SIGKILL h
 _PENDING_NAME = PENDING.decode()
 
 
-def cannot_start(purpose: str, error: OSError) -> StartError:
+def process_start_error(purpose: str, error: OSError) -> StartError:
     """The error for a process that could not be started."""
     scarce = error.errno in (errno.EAGAIN, errno.ENOMEM)
     remedy = "raise `ulimit -u`, or the container's limits" if scarce else "check that it exists and is executable"

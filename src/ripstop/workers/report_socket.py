@@ -29,6 +29,7 @@ from msgspec import Struct
 from ripstop.model.errors import UsageError
 from ripstop.model.events import RESTORE_SOURCES
 from ripstop.model.usage import MAX_ARRIVALS, StepProfile
+from ripstop.system.safe_files import file_identity
 from ripstop.system.socket_directory import HeldDirectory
 
 log = logging.getLogger("ripstop.workers")
@@ -81,7 +82,7 @@ class RestoreReport(Struct, frozen=True):
 WorkerReport = WorkerHeartbeat | CheckpointReport | CommitReport | RestoreReport | StepProfile
 
 
-class Reports:
+class ReportSocket:
     """The socket, while the agent runs; `on_report` is called in the event loop with the sender's pid."""
 
     def __init__(self, environ: Mapping[str, str], on_report: Callable[[int, WorkerReport], None]) -> None:
@@ -96,7 +97,7 @@ class Reports:
         why = ""
         for where in (environ, {}):  # TMPDIR may be too long for the paths of sockets
             try:
-                self._open_in(where, f"{os.getpid():x}-{_machine_id()}-{os.urandom(3).hex()}")
+                self._open_in(where, f"{os.getpid():x}-{_report_socket_machine_id()}-{os.urandom(3).hex()}")
                 return
             except (OSError, UsageError) as error:
                 why = why or str(error)
@@ -112,7 +113,7 @@ class Reports:
             held.release()
             raise
         self._held, self._where = held, where
-        remove_stale(held.path)
+        remove_stale_report_sockets(held.path)
 
     def _open(self, path: Path) -> None:
         opened = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -208,25 +209,17 @@ class Reports:
             self._held = None
 
 
-def file_identity(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
-def remove_stale(directory: Path) -> None:
+def remove_stale_report_sockets(directory: Path) -> None:
     """Remove the sockets of this machine's agents whose process has ended and which refuse connections."""
     with suppress(OSError):
-        for path in directory.glob(f"*-{_machine_id()}-*"):
+        for path in directory.glob(f"*-{_report_socket_machine_id()}-*"):
             with suppress(ValueError):
                 pid = int(path.name.split("-")[0], 16)
-                if not Path(f"/proc/{pid}").exists() and _refuses(path):
+                if not Path(f"/proc/{pid}").exists() and _refuses_reports(path):
                     path.unlink(missing_ok=True)
 
 
-def _refuses(path: Path) -> bool:
+def _refuses_reports(path: Path) -> bool:
     """A socket that does not refuse has a process, perhaps in another container."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
         try:
@@ -238,7 +231,7 @@ def _refuses(path: Path) -> bool:
     return False
 
 
-def _machine_id() -> str:
+def _report_socket_machine_id() -> str:
     """In the name of every socket, because machines may share the directory."""
     return f"{crc32(os.fsencode(os.uname().nodename)):08x}"
 
@@ -252,28 +245,28 @@ def read(data: bytes) -> WorkerReport | None:
     except (ValueError, RecursionError):
         return None
     match value:
-        case {"beat": int(count), "step": None} if _is_valid(count):
+        case {"beat": int(count), "step": None} if _is_reported_number(count):
             return WorkerHeartbeat(None, count)
-        case {"beat": int(count), "step": int(step)} if _is_valid(count) and _is_valid(step):
+        case {"beat": int(count), "step": int(step)} if _is_reported_number(count) and _is_reported_number(step):
             return WorkerHeartbeat(step, count)
-        case {"saved": int(step), "path": str(path)} if _is_valid(step):
+        case {"saved": int(step), "path": str(path)} if _is_reported_number(step):
             return CheckpointReport(step, path)
         case {"commits": int(n), "step": int(step), "bytes": int(size), "stall": float(stall), "age": float(age)}:
-            if all(map(_is_valid, (n, step, size))) and all(map(_is_duration, (stall, age))):
+            if all(map(_is_reported_number, (n, step, size))) and all(map(_is_reported_duration, (stall, age))):
                 return CommitReport(step, n, size, stall, age)
         case {"restored": str(source), "step": int(step), "seconds": float(seconds)}:
-            if source in RESTORE_SOURCES and _is_valid(step) and _is_duration(seconds):
+            if source in RESTORE_SOURCES and _is_reported_number(step) and _is_reported_duration(seconds):
                 return RestoreReport(source, step, seconds)
         case {"profile": int(count), "period": float(period), "arrivals": list(arrivals), "waiting": waiting}:
             times = [period, *arrivals, *([] if waiting is None else [waiting])]
-            if _is_valid(count) and len(arrivals) <= MAX_ARRIVALS and all(map(_is_duration, times)):
+            if _is_reported_number(count) and len(arrivals) <= MAX_ARRIVALS and all(map(_is_reported_duration, times)):
                 return StepProfile(count, period, tuple(arrivals), waiting)
     return None
 
 
-def _is_valid(number: int) -> bool:
+def _is_reported_number(number: int) -> bool:
     return not isinstance(number, bool) and 0 <= number < MAX_STEP
 
 
-def _is_duration(seconds: Any) -> bool:
+def _is_reported_duration(seconds: Any) -> bool:
     return isinstance(seconds, float) and 0 <= seconds < MAX_SECONDS

@@ -31,7 +31,7 @@ log = logging.getLogger("ripstop.workers")
 MAX_REPLY_BYTES = 65536
 
 
-def make_writable(directory: Path) -> None:
+def prepare_saver_directory(directory: Path) -> None:
     """Before anything starts: UsageError if checkpoints cannot be written to this directory."""
     from tempfile import TemporaryFile
 
@@ -46,7 +46,7 @@ def make_writable(directory: Path) -> None:
 
 
 @dataclass(slots=True)
-class Save:
+class SaverProcess:
     """One commit of this node's ranks, from the first worker's request until its saver has ended."""
 
     name: str
@@ -65,7 +65,8 @@ class Save:
             for rank, (slot, fd) in buffers.items():
                 self.buffers[rank] = slot, os.dup(fd)
         except OSError as error:
-            _warn(self.name, self.commit, f"the agent cannot keep its buffers: {error.strerror}; raise `ulimit -n`")
+            why = f"the agent cannot keep its buffers: {error.strerror}; raise `ulimit -n`"
+            _warn_not_saved(self.name, self.commit, why)
             return False
         return True
 
@@ -75,7 +76,7 @@ class Save:
         self.buffers.clear()
 
 
-class Saver:
+class SaverProcesses:
     def __init__(
         self,
         config: Checkpoints,
@@ -91,8 +92,8 @@ class Saver:
         self._env = env
         self._children = children
         self._run_task = run_task
-        self._saves: dict[str, Save] = {}  # by State
-        self._next: dict[str, Save] = {}  # by State; rule 5
+        self._saves: dict[str, SaverProcess] = {}  # by State
+        self._next: dict[str, SaverProcess] = {}  # by State; rule 5
         self._skipped: dict[str, tuple[int, int]] = {}
         self._is_closing = False
 
@@ -116,7 +117,7 @@ class Saver:
         if self._skipped.get(name) == commit or self._is_closing or len(local_ranks) > MAX_SAVED_BUFFERS:
             return False
         if save is None:
-            save = self._saves[name] = Save(name, commit, world_size)
+            save = self._saves[name] = SaverProcess(name, commit, world_size)
         if rank not in save.buffers and not save.add({rank: (slot, fd)}):
             return False
         if set(save.buffers) == set(local_ranks):
@@ -135,20 +136,20 @@ class Saver:
             return
         if self._is_closing or len(buffers) > MAX_SAVED_BUFFERS:
             too_many = f"this node has {len(buffers)} workers; a saver can take {MAX_SAVED_BUFFERS}"
-            _warn(name, commit, "the agent is ending" if self._is_closing else too_many)
+            _warn_not_saved(name, commit, "the agent is ending" if self._is_closing else too_many)
             return
-        save = Save(name, commit, world_size)
+        save = SaverProcess(name, commit, world_size)
         if not save.add(buffers):
             save.close()
         elif running is None:
             self._begin(save)
         else:
             if (older := self._next.pop(name, None)) is not None:
-                _warn(name, older.commit, f"commit {commit[1]} takes its place")
+                _warn_not_saved(name, older.commit, f"commit {commit[1]} takes its place")
                 older.close()
             self._next[name] = save
 
-    def _begin(self, save: Save) -> None:
+    def _begin(self, save: SaverProcess) -> None:
         self._saves[save.name] = save
         save.is_started, save.began = True, time.monotonic()
         self._run_task(self._start(save))
@@ -158,7 +159,7 @@ class Saver:
         slots = [(save.buffers[rank][0], save.is_started) for save in saves]
         return [slot for slot, is_started in slots if slot >= 0 or is_started]  # a rank that never asks blocks no other
 
-    async def _start(self, save: Save) -> None:
+    async def _start(self, save: SaverProcess) -> None:
         ranks = sorted(save.buffers)
         settings = {
             "directory": str(self.config.directory), "keep": self.config.keep, "run_id": self._run_id,
@@ -169,7 +170,8 @@ class Saver:
             reply, reply_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             self._forget(save)
-            _warn(save.name, save.commit, f"the agent has no descriptor for it: {error.strerror}; raise `ulimit -n`")
+            why = f"the agent has no descriptor for it: {error.strerror}; raise `ulimit -n`"
+            _warn_not_saved(save.name, save.commit, why)
             return
         try:
             entry = SaveState((reply_end, *(save.buffers[rank][1] for rank in ranks)), json.dumps(settings))
@@ -180,11 +182,11 @@ class Saver:
             self._forget(save)
             if not isinstance(error, StartError):
                 raise
-            _warn(save.name, save.commit, str(error))
+            _warn_not_saved(save.name, save.commit, str(error))
         finally:
             os.close(reply_end)
 
-    def _ended(self, save: Save, reply: int, end: ProcessExit) -> None:
+    def _ended(self, save: SaverProcess, reply: int, end: ProcessExit) -> None:
         with open(reply, "rb", buffering=0) as file:
             data = file.read(MAX_REPLY_BYTES)
         self._forget(save)
@@ -196,14 +198,14 @@ class Saver:
             found = {"problem": f"the saver pid={end.pid} died: {how}"}
         match found:
             case {"problem": problem}:
-                _warn(save.name, save.commit, problem)
+                _warn_not_saved(save.name, save.commit, problem)
             case {"path": path, "bytes": size, "seconds": seconds, "opaque": opaque}:
                 text = "state %r: commit %d is saved path=%s bytes=%d seconds=%.2f"
                 log.info(text, save.name, number, path, size, seconds)
                 if opaque:
                     log.info("state %r: plain DCP cannot read %s", save.name, "; ".join(opaque))
 
-    def _forget(self, save: Save) -> None:
+    def _forget(self, save: SaverProcess) -> None:
         save.close()
         save.has_ended.set()
         if self._saves.get(save.name) is save:
@@ -221,7 +223,7 @@ class Saver:
                 while self._saves:
                     await next(iter(self._saves.values())).has_ended.wait()
         for save in self._next.values():
-            _warn(save.name, save.commit, f"{shutdown:.0f} s were not enough")
+            _warn_not_saved(save.name, save.commit, f"{shutdown:.0f} s were not enough")
             save.close()
         self._next.clear()
         running = [save for save in self._saves.values() if save.pid]
@@ -232,5 +234,5 @@ class Saver:
             await save.has_ended.wait()
 
 
-def _warn(name: str, commit: tuple[int, int], why: str) -> None:
+def _warn_not_saved(name: str, commit: tuple[int, int], why: str) -> None:
     log.warning("state %r: commit %d is not saved: %s", name, commit[1], why)

@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from ripstop.model.config import Binding, Entrypoint, Executable, Module, Script, StartMethod
 from ripstop.model.errors import StartError
-from ripstop.workers.processes import Children, cannot_start
+from ripstop.workers.processes import Children, process_start_error
 from ripstop.workers.zygote import channel
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Spawner:
         self._preload = preload
         self._plan: dict[str, Any] | None = None  # `zygote/preload.py`: what a zygote leaves to its successor
         self._plans = 0  # how many zygotes in a row have left one
-        self._fallback_reason = "" if start is StartMethod.EXEC else _why_not_fork(env)
+        self._fallback_reason = "" if start is StartMethod.EXEC else _why_spawner_cannot_fork(env)
         self._start = StartMethod.EXEC if self._fallback_reason else start
         self._lock: asyncio.Lock | None = None
         self._ready: PreloadResult | None = None
@@ -210,7 +210,7 @@ class Spawner:
                 )
             except OSError as error:
                 ours.close()
-                raise cannot_start("workers", error) from error
+                raise process_start_error("workers", error) from error
         self.children.claim(self._pid)
         self.generation += 1
         self._socket = ours
@@ -220,23 +220,23 @@ class Spawner:
             "forks": self._start is StartMethod.ZYGOTE,
             "preload": self._preload,
             "plan": self._plan,
-            "entry": entry_key(self._entry),
+            "entry": zygote_key(self._entry),
         }
-        ours.sendall(channel.encode(settings))
+        ours.sendall(channel.encode_channel_message(settings))
         ours.setblocking(False)
 
     def _argv(self) -> list[str]:
         """The zygote's command line is the workers' own, so that Python runs the script in them."""
         if self._start is StartMethod.EXEC or isinstance(self._entry, Executable):
             return [sys.executable, "-u", "-c", "pass"]
-        return command_line(self._entry)
+        return spawn_command_line(self._entry)
 
     async def _receive_result(self) -> PreloadResult:
         if not self._pid:
             self._launch()
         seconds = 0.0
         while self._ready is None:
-            match await receive(self._socket):
+            match await receive_from_spawned(self._socket):
                 case None if self._start is StartMethod.ZYGOTE and self._preload is None and not self._plans:
                     self._reap()  # an import of the script's has ended it
                     self._try_again({"careful": True})
@@ -302,8 +302,8 @@ class Spawner:
         pids: list[int] = []
         try:
             async with asyncio.timeout(_FORK_TIMEOUT_S):
-                await send(self._socket, [self.request(spec) for spec in specs], fds)
-                match await receive(self._socket):
+                await send_to_spawned(self._socket, [self.request(spec) for spec in specs], fds)
+                match await receive_from_spawned(self._socket):
                     case None:
                         return None
                     case {"changed": path}:
@@ -319,8 +319,8 @@ class Spawner:
                         pids = forked
                 for pid in pids:
                     self.children.claim(pid)
-                await send(self._socket, "go")
-                if await receive(self._socket) is not None:
+                await send_to_spawned(self._socket, "go")
+                if await receive_from_spawned(self._socket) is not None:
                     return pids
         except TimeoutError:
             os.kill(self._pid, signal.SIGKILL)
@@ -336,12 +336,12 @@ class Spawner:
             "stdout": spec.stdout and os.fspath(spec.stdout),
             "stderr": spec.stderr and os.fspath(spec.stderr),
             "cpus": spec.binding and spec.binding.cpus,
-            "memory": _memory_policy(spec.binding),
+            "memory": _spawn_memory_policy(spec.binding),
             "stacks": spec.stacks and (int(spec.stacks[0]), os.fspath(spec.stacks[1])),
             "recorder": spec.recorder,
             "exit_signal": int(spec.exit_signal),
         }
-        key = entry_key(self._entry)
+        key = zygote_key(self._entry)
         match spec.entry:
             case ServeStore(host=host, port=port):
                 return request | {"what": "store", "host": host, "port": port}
@@ -350,33 +350,34 @@ class Spawner:
                 return request | {"what": "standby", **standby, "shadowed": shadowed and self.request(shadowed)}
             case SaveState(settings=settings):
                 return request | {"what": "save", "settings": settings}
-            case entry if self._start is StartMethod.ZYGOTE and entry_key(entry) == key != ("command", ""):
-                return request | {"what": "run", "args": _args(entry), "zygote_args": len(_args(self._entry))}
+            case entry if self._start is StartMethod.ZYGOTE and zygote_key(entry) == key != ("command", ""):
+                zygote_args = len(_spawn_args(self._entry))
+                return request | {"what": "run", "args": _spawn_args(entry), "zygote_args": zygote_args}
             case entry:
-                return request | {"what": "exec", "argv": command_line(entry)}
+                return request | {"what": "exec", "argv": spawn_command_line(entry)}
 
 
 # messages -------------------------------------------------------------------------------------------------------------
 
 
-async def send(channel_socket: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
+async def send_to_spawned(channel_socket: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
     from asyncio import get_running_loop
 
-    frame = channel.encode(message)
+    frame = channel.encode_channel_message(message)
     if fds:  # sent with the length, for which an idle channel always has room
         socket.send_fds(channel_socket, [frame[: channel.LENGTH_BYTES]], fds)
         frame = frame[channel.LENGTH_BYTES :]
     await get_running_loop().sock_sendall(channel_socket, frame)
 
 
-async def receive(channel_socket: socket.socket) -> Any:
+async def receive_from_spawned(channel_socket: socket.socket) -> Any:
     """The next message of the zygote or a standby; None if it has ended."""
-    head = await _read(channel_socket, channel.LENGTH_BYTES)
-    body = await _read(channel_socket, int.from_bytes(head, "big")) if head else b""
+    head = await _read_from_spawned(channel_socket, channel.LENGTH_BYTES)
+    body = await _read_from_spawned(channel_socket, int.from_bytes(head, "big")) if head else b""
     return marshal.loads(body) if body else None
 
 
-async def _read(channel_socket: socket.socket, size: int) -> bytes:
+async def _read_from_spawned(channel_socket: socket.socket, size: int) -> bytes:
     from asyncio import get_running_loop
 
     data = b""
@@ -407,7 +408,7 @@ async def uninterrupted(children: Children, start: Awaitable[list[int] | None]) 
         raise
 
 
-def command_line(entry: Entrypoint) -> list[str]:
+def spawn_command_line(entry: Entrypoint) -> list[str]:
     """The command that executes this entrypoint."""
     match entry:
         case Script(path=path, args=args):
@@ -418,7 +419,7 @@ def command_line(entry: Entrypoint) -> list[str]:
             return list(argv)
 
 
-def entry_key(entry: Entrypoint) -> tuple[str, str]:
+def zygote_key(entry: Entrypoint) -> tuple[str, str]:
     """One zygote can run all entrypoints with this key; their arguments may differ."""
     match entry:
         case Script(path=path):
@@ -439,7 +440,7 @@ def _descriptors(entry: Entrypoint | ServeStore | WaitAsStandby | SaveState) -> 
     return ()
 
 
-def _args(entry: Entrypoint) -> list[str]:
+def _spawn_args(entry: Entrypoint) -> list[str]:
     match entry:
         case Script(args=args) | Module(args=args):
             return list(args)
@@ -447,7 +448,7 @@ def _args(entry: Entrypoint) -> list[str]:
             return []
 
 
-def _memory_policy(binding: Binding | None) -> tuple[int, int] | None:
+def _spawn_memory_policy(binding: Binding | None) -> tuple[int, int] | None:
     """The system call and the NUMA node of a worker's memory policy, if it has one."""
     if binding is None or binding.memory is None:
         return None
@@ -457,7 +458,7 @@ def _memory_policy(binding: Binding | None) -> tuple[int, int] | None:
     return None if call is None else (call, binding.memory)
 
 
-def _why_not_fork(env: Mapping[str, str]) -> str:
+def _why_spawner_cannot_fork(env: Mapping[str, str]) -> str:
     """Return why a zygote would not find our sitecustomize first, and so would run the script itself.
 
     Only a directory that a .pth file puts before PYTHONPATH can hold another one.  It is in our own sys.path too, since

@@ -1,7 +1,7 @@
 """The agent's side of standby workers: makes them, hands over a round's request, and replaces them.
 
-`standby_policy.py` decides; `zygote/standby.py` is the process's side and has the rules for it.  `Standbys` starts
-workers in place of the spawner: it takes the standbys that fit, and has the spawner fork the others.  A standby that is
+`standby_policy.py` decides; `zygote/standby_process.py` is the process's side and has the rules for it.  `Standbys`
+starts workers in place of the spawner: it takes those that fit, and has the spawner fork the others.  A standby that is
 dead, does not answer or does not fit any more is discarded, and its worker is forked without delay.  A standby is
 claimed and watched like a worker, but belongs to no group: no signal for workers reaches it.  One that runs the script
 may have child processes: they end with it.
@@ -30,8 +30,16 @@ from ripstop.system.blocking_calls import run_in_daemon_thread
 from ripstop.system.gpus import free_memory
 from ripstop.workers import standby_policy as policy
 from ripstop.workers.processes import Children, ProcessExit
-from ripstop.workers.spawner import PreloadResult, ProcessSpec, Spawner, WaitAsStandby, receive, send, uninterrupted
-from ripstop.workers.zygote.channel import CHECK, encode
+from ripstop.workers.spawner import (
+    PreloadResult,
+    ProcessSpec,
+    Spawner,
+    WaitAsStandby,
+    receive_from_spawned,
+    send_to_spawned,
+    uninterrupted,
+)
+from ripstop.workers.zygote.channel import CHECK, encode_channel_message
 
 log = logging.getLogger("ripstop.workers")
 
@@ -163,7 +171,7 @@ class Standbys:
         for rank, process in self._processes.items():
             if rank in local_ranks and self._policy.states[rank] is policy.State.READY:
                 with suppress(OSError):  # it has ended, and its end is reported
-                    process.control.send(encode(CHECK))
+                    process.control.send(encode_channel_message(CHECK))
 
     def samples(self) -> tuple[StandbySample, ...]:
         """The standbys that are ready now."""
@@ -210,12 +218,12 @@ class Standbys:
             self._end(process)  # the zygote was so slow that the policy has given it up
             return
         self._processes[rank] = process
-        match await receive(process.control):
+        match await receive_from_spawned(process.control):
             case {"ready": {"memory": memory, "gpu_memory": gpu_memory}}:
                 process.was_ready, process.memory, process.gpu_memory = True, memory, gpu_memory
                 await self._on_ready(process)
             case {"failed": why}:
-                self._feed(policy.StandbyFailed(rank, _with_output(process, why)))
+                self._feed(policy.StandbyFailed(rank, _with_standby_output(process, why)))
             case _:
                 pass  # `_on_end` follows
 
@@ -252,7 +260,7 @@ class Standbys:
 
     def _may_use_gpu(self) -> bool:
         """False if the script sets a variable of CUDA or NCCL: they read their variables once, before the script."""
-        variable = variable_set_by(self._script)
+        variable = standby_conflicting_variable(self._script)
         if variable and not self._has_said_variable:
             self._has_said_variable = True
             log.warning(
@@ -269,14 +277,14 @@ class Standbys:
         if process.until is StandbyUntil.ELASTIC:
             self._ended_sessions.add(process.pid)
         if not self._is_closed:
-            self._run(self._report_end(process, _how_it_ended(process, end)))
+            self._run(self._report_end(process, _how_standby_ended(process, end)))
 
     async def _report_end(self, process: _Process, how: str) -> None:
         """Its last message says more, if it has sent one."""
         if process.reader is not None:
             await asyncio.wait([process.reader], timeout=LAST_MESSAGE_TIMEOUT_S)
         if self._processes.get(process.local_rank) is process:
-            self._feed(policy.StandbyFailed(process.local_rank, _with_output(process, how)))
+            self._feed(policy.StandbyFailed(process.local_rank, _with_standby_output(process, how)))
         await self._end_sessions()
 
     def _record_ready(self) -> None:
@@ -349,8 +357,8 @@ class Standbys:
         reply = None
         with suppress(TimeoutError, OSError):
             async with asyncio.timeout(TAKE_TIMEOUT_S):
-                await send(process.control, self._spawner.request(spec))
-                reply = await receive(process.control)
+                await send_to_spawned(process.control, self._spawner.request(spec))
+                reply = await receive_from_spawned(process.control)
         if reply == "taken":
             self.children.spared.discard(process.pid)
             self._forget(process)
@@ -441,7 +449,7 @@ class Standbys:
         self._loop.call_soon(process.control.close)  # when the reader does not wait on it any more
 
 
-def variable_set_by(script: Path | None) -> str:
+def standby_conflicting_variable(script: Path | None) -> str:
     """The variable of CUDA or NCCL that this script sets; empty if none."""
     text = ""
     if script is not None:
@@ -456,11 +464,11 @@ def _too_slow(until: StandbyUntil) -> str:
     return f"the script called no function with @train.elastic within {policy.RUN_AHEAD_TIMEOUT_S:g} s"
 
 
-def _with_output(process: _Process, why: str) -> str:
+def _with_standby_output(process: _Process, why: str) -> str:
     return f"{why} (its output is in {process.output})" if process.output else why
 
 
-def _how_it_ended(process: _Process, end: ProcessExit) -> str:
+def _how_standby_ended(process: _Process, end: ProcessExit) -> str:
     if end.signal is None:
         if process.until is StandbyUntil.ELASTIC and not process.was_ready:
             return f"the script exited with code {end.exitcode} before it called a function with @train.elastic"

@@ -31,9 +31,9 @@ from typing import Any
 
 from ripstop.commit_memory import FIRST_COPY_SLOT, CommitId
 from ripstop.protocol.messages import LastCommit
+from ripstop.system.safe_files import file_identity
 from ripstop.workers.elastic_workers import ElasticWorkers
-from ripstop.workers.report_socket import file_identity
-from ripstop.workers.saver_process import Saver
+from ripstop.workers.saver_process import SaverProcesses
 
 log = logging.getLogger("ripstop.workers")
 
@@ -78,7 +78,7 @@ class StateMemory:
         self,
         reports_path: str,
         identify: Callable[[int], WorkerIdentity | None],
-        saver: Saver | None = None,
+        saver: SaverProcesses | None = None,
         elastic: ElasticWorkers | None = None,
     ) -> None:
         self._path = Path(reports_path + PATH_SUFFIX) if reports_path else None
@@ -139,7 +139,7 @@ class StateMemory:
             return
         connection.setblocking(False)
         self._connections.add(connection)
-        self._loop.add_reader(connection, self._serve, connection, _peer_pid(connection))
+        self._loop.add_reader(connection, self._serve, connection, _state_peer_pid(connection))
 
     def _accept_again(self, listening: socket.socket) -> None:
         if self._socket is listening:  # not closed meanwhile
@@ -147,7 +147,7 @@ class StateMemory:
 
     def _serve(self, connection: socket.socket, pid: int) -> None:
         try:
-            data, fds = _receive(connection)
+            data, fds = _receive_state_request(connection)
         except BlockingIOError:
             return
         except OSError:
@@ -291,7 +291,7 @@ class StateMemory:
 
     def _keep(self, rank: int, name: str, slot: int, fds: list[int]) -> str:
         """Keep the buffer in place of the slot's old one; why it is rejected, or ""."""
-        if len(fds) != 1 or not _is_sealed(fds[0]):
+        if len(fds) != 1 or not _is_state_buffer(fds[0]):
             return "a buffer must be one memfd with a sealed size"
         names = [held for held_rank, held in self._buffers if held_rank == rank]
         if name not in names and len(names) >= MAX_NAMES:
@@ -368,7 +368,7 @@ class StateMemory:
     def end_after_commit(self, round: int, workers: int) -> str:
         """Let the workers make one more commit, after the same step, and wait; why this is not possible, or ""."""
         listeners = [connection for connection in self._listeners if self._rounds.get(connection) == round]  # rule 5
-        found = len({_peer_pid(connection) for connection in listeners})  # a worker has one or more States
+        found = len({_state_peer_pid(connection) for connection in listeners})  # a worker has one or more States
         if found < workers:
             return f"only {found} of {workers} workers of a node have a train.State with a commit"
         self._ending = set(listeners)
@@ -381,7 +381,7 @@ class StateMemory:
         Workers with the pids `kept` go on in place.  They wait until they learn of their next round.
         """
         find = self._elastic.find_worker if self._elastic is not None else int
-        released = {connection for connection in self._ending if find(_peer_pid(connection)) not in kept}
+        released = {connection for connection in self._ending if find(_state_peer_pid(connection)) not in kept}
         self._ending -= released
         self._tell(released)
 
@@ -457,13 +457,13 @@ class StateMemory:
         self._buffers.clear()
 
 
-def _peer_pid(connection: socket.socket) -> int:
+def _state_peer_pid(connection: socket.socket) -> int:
     pid: int
     pid, _, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid
 
 
-def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+def _receive_state_request(connection: socket.socket) -> tuple[bytes, list[int]]:
     data, ancillary, _, _ = connection.recvmsg(
         MAX_REQUEST_BYTES + 1, socket.CMSG_SPACE(MAX_SLOTS * 4), socket.MSG_CMSG_CLOEXEC
     )
@@ -474,7 +474,7 @@ def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     return data, list(fds)
 
 
-def _is_sealed(fd: int) -> bool:
+def _is_state_buffer(fd: int) -> bool:
     try:
         return stat.S_ISREG(os.fstat(fd).st_mode) and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
     except OSError:  # not a memfd

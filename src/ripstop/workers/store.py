@@ -21,6 +21,7 @@ import socket
 from collections.abc import Mapping
 
 from ripstop.model.errors import StartError
+from ripstop.system.network import bind_socket
 from ripstop.workers.processes import Children, ProcessExit
 from ripstop.workers.spawner import ProcessSpec, ServeStore, Starter
 
@@ -30,13 +31,13 @@ _PAIR_ATTEMPTS = 20  # to find two adjacent free ports
 _BACKLOG = 4096  # all workers may connect before the store runs; the kernel has its own limit
 
 
-class StorePort:
-    """A bound, listening port; `port` 0 selects a free one."""
+class RoundStore:
+    """A round's store, on a bound, listening port; `port` 0 selects a free one."""
 
     def __init__(self, host: str, port: int = 0) -> None:
         self._host = host
         self._socket: socket.socket | None
-        self._socket, self._reserved = _listen_and_reserve(host, port)
+        self._socket, self._reserved = _open_store_sockets(host, port)
         self.port: int = self._socket.getsockname()[1]
         self._start: asyncio.Task[None] | None = None
         self._watched: asyncio.AbstractEventLoop | None = None
@@ -113,17 +114,17 @@ class StorePort:
             self._socket = None
 
 
-def _listen_and_reserve(host: str, port: int) -> tuple[socket.socket, socket.socket | None]:
+def _open_store_sockets(host: str, port: int) -> tuple[socket.socket, socket.socket | None]:
     """A listening socket, and one that reserves the next port."""
     for _ in range(1 if port else _PAIR_ATTEMPTS):
-        listener = _listen(host, port)
-        if (reserved := _reserve_next(listener)) is not None or port:
+        listener = _listen_for_store(host, port)
+        if (reserved := _reserve_after_store(listener)) is not None or port:
             return listener, reserved
         listener.close()
-    return _listen(host, port), None
+    return _listen_for_store(host, port), None
 
 
-def _reserve_next(listener: socket.socket) -> socket.socket | None:
+def _reserve_after_store(listener: socket.socket) -> socket.socket | None:
     address, port, *rest = listener.getsockname()
     try:
         reserved = socket.socket(listener.family, socket.SOCK_STREAM)
@@ -139,7 +140,7 @@ def _reserve_next(listener: socket.socket) -> socket.socket | None:
     return reserved
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen_for_store(host: str, port: int) -> socket.socket:
     """A listening socket on `host`; on all interfaces if `host` is not a local address (address translation)."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -149,37 +150,15 @@ def _listen(host: str, port: int) -> socket.socket:
             f"{error.strerror}; set one with --local-addr or --master-addr."
         ) from error
     try:
-        return _bind(family, address)
+        return bind_socket(family, address, _BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             everywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"
             log.warning(
                 "store host=%s is not a local address, so it listens on all interfaces; set --local-addr for one", host
             )
-            return _listen(everywhere, port)
+            return _listen_for_store(everywhere, port)
         raise StartError(
             f"the job's store cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}; "
             "choose another port with --master-port, or omit it for a free one."
         ) from error
-
-
-def bind_local(host: str) -> socket.socket:
-    """A socket on a free port of `host`, which does not listen yet; StartError if `host` is not a local address."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return _bind(family, address, listens=False)
-    except OSError as error:
-        raise StartError(f"no port can be bound on {host}: {error.strerror}; set --local-addr") from error
-
-
-def _bind(family: int, address: tuple[object, ...], *, listens: bool = True) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        if listens:
-            listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener

@@ -200,7 +200,7 @@ class ErrorHandler:
     """
 
     def _get_error_file_path(self) -> str | None:
-        return recording.error_file()
+        return recording.error_file_path()
 
     def initialize(self) -> None:
         """Called before the code whose errors are recorded."""
@@ -209,7 +209,7 @@ class ErrorHandler:
     def record_exception(self, e: BaseException) -> None:
         """Write the exception to the error file; without one, log it."""
         if path := self._get_error_file_path():
-            recording.write(path, recording.describe(e))
+            recording.write_error_file(path, recording.describe(e))
         else:
             log.info("no error file is written (%s is not set): %s: %s", recording.ERROR_FILE, type(e).__name__, e)
 
@@ -232,7 +232,7 @@ class ErrorHandler:
             self.override_error_code_in_rootcause_data(rootcause_error_file, content, error_code)
         if path := self._get_error_file_path():
             self._keep_existing(path)
-            recording.write(path, content)
+            recording.write_error_file(path, content)
             log.info("copied the child's error file %s to %s", rootcause_error_file, path)
         else:
             log.error("%s is not copied, because this process has no error file: %s", rootcause_error_file, content)

@@ -20,7 +20,7 @@ CHECK = "check"  # to a standby: look now whether a file has changed
 MAX_CONTROL_BYTES = 1100  # for 253 descriptors, the most that the kernel passes at once
 
 
-def encode(message: Any) -> bytes:
+def encode_channel_message(message: Any) -> bytes:
     data = marshal.dumps(message)
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
@@ -49,4 +49,4 @@ class Channel:
         return data
 
     def send(self, message: Any) -> None:
-        self.socket.sendall(encode(message))
+        self.socket.sendall(encode_channel_message(message))

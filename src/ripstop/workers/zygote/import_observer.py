@@ -14,6 +14,7 @@ Not noticed: variables that C code reads with getenv, and seeding in the same im
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
+import gc
 import os
 import sys
 
@@ -63,7 +64,7 @@ class Observer:
         self.environs: list[Any] = [environ for environ in (os.environ, os.environb) if type(environ) is ENVIRON]
         for environ in self.environs:
             environ.__class__ = observed
-        self.streams = [(fd, os.dup(fd), _stand_in(fd)) for fd in (1, 2) if is_open(fd)]
+        self.streams = [(fd, os.dup(fd), _observed_output(fd)) for fd in (1, 2) if is_observable_output(fd)]
         for fd, _, (stand_in, *_) in self.streams:
             os.dup2(stand_in, fd)
         return self
@@ -90,7 +91,7 @@ class Observer:
             raise Unfit(f"it reads {self.read}", readers=tuple(self.readers))
         after = self._state()
         if len(after["descriptors"]) > len(before["descriptors"]):
-            _collect_garbage()  # which may have kept a file open
+            gc.collect()  # garbage may have kept a file open
             after = self._state()
         for why, value in after.items():
             old = before[why]
@@ -102,7 +103,7 @@ class Observer:
                 case "descriptors":
                     for path in (path for fd, path in value.items() if old.get(fd) != path):
                         raise Unfit(f"it opens {path}")
-                case "it seeds random" if has_advanced(old, value):
+                case "it seeds random" if import_drew_random_numbers(old, value):
                     continue  # it is seeded anew in every worker
                 case _:
                     raise Unfit(why)
@@ -113,18 +114,18 @@ class Observer:
         for name in names:
             value = os.environ.get(name, "")
             numbers = "".join(c if c.isdigit() else " " for c in value).split()
-            if os.fsencode(name) in old or is_of_a_worker(name) or str(os.getpid()) in numbers:
+            if os.fsencode(name) in old or is_unfit_variable(name) or str(os.getpid()) in numbers:
                 raise Unfit(f"it sets {name}", names)
         self.added |= {name: os.environ[name] for name in names}
 
     def _on_read(self, name: str) -> None:
-        if name not in self.variables and not is_of_a_worker(name):
+        if name not in self.variables and not is_unfit_variable(name):
             return
         self.read = self.read or name
         frame = sys._getframe(1)
         while frame.f_code is not Observer.run.__code__ and frame.f_back is not None:
             if frame.f_code.co_name == "<module>":
-                self.readers[root(frame.f_globals["__name__"])] = None
+                self.readers[root_package(frame.f_globals["__name__"])] = None
             frame = frame.f_back
 
     def _state(self) -> dict[str, Any]:
@@ -136,15 +137,15 @@ class Observer:
             lines[mask] = b"%x" % (int(lines[mask], 16) & ~THREAD_LIBRARY_SIGNALS)
         for key, why in PROCESS_STATE.items():
             state[why] = state.get(why, b"") + lines.get(key, b"")
-        state["it starts a thread"] = lasting_threads() if int(lines[b"Threads"]) > 1 else 0
-        state["it starts a process"] = children()
+        state["it starts a thread"] = threads_left_by_imports() if int(lines[b"Threads"]) > 1 else 0
+        state["it starts a process"] = observed_children()
         state["it writes output"] = [self._written(fd, *rest) for fd, _, (_, *rest) in self.streams]
-        state["it changes the working directory"] = working_directory()
+        state["it changes the working directory"] = observed_directory()
         state["it changes the beginning of sys.path"] = sys.path[:1]
         state["it sets a handler of a signal"] = [_signal.getsignal(number) for number in _signal.valid_signals()]
-        state |= random_states()
+        state |= observed_random_states()
         state["environment"] = dict(getattr(os.environ, "_data", {}))
-        state["descriptors"] = descriptors()
+        state["descriptors"] = observed_descriptors()
         return state
 
     def _written(self, fd: int, reader: int | None = None) -> int:
@@ -158,12 +159,12 @@ class Observer:
         return self.shown
 
 
-def root(name: str) -> str:
+def root_package(name: str) -> str:
     """The package of this module."""
     return name.partition(".")[0]
 
 
-def is_open(fd: int) -> bool:
+def is_observable_output(fd: int) -> bool:
     try:
         os.fstat(fd)
         return True
@@ -171,7 +172,7 @@ def is_open(fd: int) -> bool:
         return False
 
 
-def is_of_a_worker(name: str) -> bool:
+def is_unfit_variable(name: str) -> bool:
     return name in WORKER_VARIABLES or name.startswith(WORKER_PREFIXES)
 
 
@@ -190,7 +191,7 @@ def _observed_class(on_read: Callable[[str], None]) -> Any:
     return ObservedEnviron
 
 
-def _stand_in(fd: int) -> tuple[int, ...]:
+def _observed_output(fd: int) -> tuple[int, ...]:
     """An open file for this output, and the descriptor to read it from; a terminal stands in for a terminal."""
     if os.isatty(fd):
         try:
@@ -203,7 +204,7 @@ def _stand_in(fd: int) -> tuple[int, ...]:
     return (os.memfd_create("output"),)
 
 
-def lasting_threads() -> int:
+def threads_left_by_imports() -> int:
     """The threads besides this one that make a fork unsafe.
 
     BLAS libraries stop theirs before a fork.  An allocator does without its own in a forked process.
@@ -212,30 +213,30 @@ def lasting_threads() -> int:
     if trial == 0:
         os._exit(0)
     os.waitpid(trial, 0)
-    return sum(thread_name(thread) not in ALLOCATOR_THREADS for thread in os.listdir("/proc/self/task")) - 1
+    return sum(not is_allocator_thread(thread) for thread in os.listdir("/proc/self/task")) - 1
 
 
-def thread_name(thread: str) -> bytes:
+def is_allocator_thread(thread: str) -> bool:
     try:
         with open(f"/proc/self/task/{thread}/comm", "rb") as file:
-            return file.read().strip()
+            return file.read().strip() in ALLOCATOR_THREADS
     except OSError:  # it has just ended
-        return ALLOCATOR_THREADS[0]
+        return True
 
 
-def children() -> bytes:
+def observed_children() -> bytes:
     with open(f"/proc/self/task/{os.getpid()}/children", "rb") as file:
         return file.read()
 
 
-def working_directory() -> str:
+def observed_directory() -> str:
     try:
         return os.getcwd()
     except OSError:  # it was removed
         return ""
 
 
-def descriptors() -> dict[str, str]:
+def observed_descriptors() -> dict[str, str]:
     found: dict[str, str] = {}
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -245,7 +246,7 @@ def descriptors() -> dict[str, str]:
     return found
 
 
-def random_states() -> dict[str, Any]:
+def observed_random_states() -> dict[str, Any]:
     """None for a generator that is not loaded yet."""
     states: dict[str, Any] = dict.fromkeys(("it seeds random", "it seeds numpy.random", "it seeds torch"))
     modules = sys.modules
@@ -258,7 +259,7 @@ def random_states() -> dict[str, Any]:
     return states
 
 
-def has_advanced(old: Any, new: Any) -> bool:
+def import_drew_random_numbers(old: Any, new: Any) -> bool:
     """Whether numbers were taken from `random`, but it was not seeded."""
     import random
 
@@ -269,9 +270,3 @@ def has_advanced(old: Any, new: Any) -> bool:
             return True
         generator.getrandbits(32)
     return False
-
-
-def _collect_garbage() -> None:
-    import gc
-
-    gc.collect()

@@ -115,9 +115,9 @@ def _absolute(module: str, package: str, level: int) -> str:
     return ".".join(filter(None, [*parents, module]))
 
 
-def worth_preloading(names: Iterable[str]) -> list[str]:
+def imports_worth_preloading(names: Iterable[str]) -> list[str]:
     """The modules to preload, parents first."""
-    names = _with_parents(set(names))
+    names = _with_parent_imports(set(names))
     roots = {name.partition(".")[0] for name in names}
     wanted = {
         name for name in names if name.partition(".")[0] in PRELOAD_ROOTS and not f"{name}.".startswith(NOT_PRELOADED)
@@ -138,7 +138,7 @@ def follow(source: bytes, package: str, read: Callable[[str], tuple[bytes, str] 
     while queue and files < MAX_FILES:
         files += 1
         try:
-            names = _with_parents(imported_names(*queue.pop()))
+            names = _with_parent_imports(imported_names(*queue.pop()))
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             continue
         queue += [module for name in sorted(names - found) if (module := read(name)) is not None]
@@ -146,7 +146,7 @@ def follow(source: bytes, package: str, read: Callable[[str], tuple[bytes, str] 
     return found
 
 
-def _with_parents(names: set[str]) -> set[str]:
+def _with_parent_imports(names: set[str]) -> set[str]:
     """Add `a` and `a.b` for `a.b.c`, because its import executes them."""
     return names | {name[:dot] for name in names for dot in range(1, len(name)) if name[dot] == "."}
 
@@ -166,7 +166,7 @@ def to_preload(kind: str, target: str, path: Sequence[str], args: Sequence[str])
         files = [arg for arg in args if arg.endswith(".py")]
         for source in filter(None, map(scan.text, files)):
             names |= follow(source, "", lambda name: None)
-    return list(dict.fromkeys([*scan.names, *worth_preloading(names)])), scan.sources
+    return list(dict.fromkeys([*scan.names, *imports_worth_preloading(names)])), scan.sources
 
 
 class _Scan:
@@ -268,7 +268,7 @@ class _Scan:
         if root not in self.homes:
             self.homes[root] = None if root in sys.builtin_module_names else self._find(root)
         home = self.homes[root]
-        return None if home is None or is_installed(home) else home
+        return None if home is None or has_installed_modules(home) else home
 
     def _find(self, root: str) -> str | None:
         """Where Python finds this package: a directory without `__init__.py` counts only if there is nothing else."""
@@ -300,7 +300,7 @@ class _Scan:
         return self.sources[path]
 
 
-def is_installed(home: str) -> bool:
+def has_installed_modules(home: str) -> bool:
     """Whether this directory is Python's library, or has installed packages."""
     return home.endswith(("site-packages", "dist-packages")) or home == os.path.dirname(os.__file__)
 

@@ -29,7 +29,14 @@ import marshal
 import os
 import sys
 
-from ripstop.workers.zygote.import_observer import Observer, Unfit, children, descriptors, lasting_threads, root
+from ripstop.workers.zygote.import_observer import (
+    Observer,
+    Unfit,
+    observed_children,
+    observed_descriptors,
+    root_package,
+    threads_left_by_imports,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -81,7 +88,7 @@ class Preload:
     def packages(self) -> tuple[str, ...]:
         """The imports of this list, or those of the script without Python's own modules."""
         own = sys.stdlib_module_names if self.wanted is None else ()
-        return tuple(name for name in self.loaded if root(name) not in own)
+        return tuple(name for name in self.loaded if root_package(name) not in own)
 
     def changed_file(self) -> str:
         """A file that has changed since it was imported, or the script if it has other imports now; or an empty text.
@@ -89,7 +96,7 @@ class Preload:
         Call it before workers are forked.  If a file has changed, this zygote must be replaced.
         """
         for path, identity in self.files.items():
-            if file_identity(path) != identity and (path not in self.texts or self._scan()[1] != self.names):
+            if preloaded_file_identity(path) != identity and (path not in self.texts or self._scan()[1] != self.names):
                 return path
         return ""
 
@@ -114,14 +121,15 @@ class Preload:
         queue, done = list(plan["steps"]), 0
         while queue:
             step = queue.pop(0)
-            package = root(step[0])
+            package = root_package(step[0])
             before = set(sys.modules)
             if plan["careful"] and done >= plan["fit"]:
                 why, variables, modules = self._try(step, observer)
                 if why:
                     if not step[1]:  # the script's own import
                         self.left_out[step[0]] = why
-                        queue = grouped(modules, {package}) + [other for other in queue if root(other[0]) != package]
+                        others = [other for other in queue if root_package(other[0]) != package]
+                        queue = preload_steps(modules, {package}) + others
                     observer.variables.update(variables)
                     plan["steps"] = plan["steps"][:done] + queue
                     plan["left_out"], plan["variables"] = dict(self.left_out), sorted(observer.variables)
@@ -130,7 +138,7 @@ class Preload:
                 observer.run(lambda: self._do(*step))  # noqa: B023
             except Unfit as unfit:
                 if not unfit.readers:
-                    end_children()
+                    end_preload_children()
                     new = without(plan, read_by, brought, clean)
                     return {**new, "careful": True, "fit": min(done, common_steps(plan, new))}
                 clean = clean or before
@@ -166,7 +174,7 @@ class Preload:
             except Unfit as unfit:
                 return str(unfit), unfit.variables, [name for name in sys.modules if name not in before]
             finally:
-                end_children()
+                end_preload_children()
             return "", (), []
 
         verdict = in_fork(trial)
@@ -210,7 +218,7 @@ class Preload:
         self.texts = [path for path in self.texts if path not in paths]
         for path in (*self.texts, *paths):
             if isinstance(path, str):
-                self.files[path] = file_identity(path)
+                self.files[path] = preloaded_file_identity(path)
 
     def first_path(self) -> str | None:
         """The script's sys.path[0]."""
@@ -250,14 +258,15 @@ def new_plan(names: Iterable[str]) -> Plan:
 
 def without(plan: Plan, read_by: dict[str, str], brought: dict[str, list[str]], clean: set[str]) -> Plan:
     """The plan without these packages and those that depend on them, but with what they bring from others."""
-    loaded = {root(module) for module in sys.modules if module not in clean}
-    unfit = read_by | {package: f"it imports {of}" for package, of in dependents(set(read_by), loaded).items()}
+    loaded = {root_package(module) for module in sys.modules if module not in clean}
+    dependents = preloaded_dependents(set(read_by), loaded)
+    unfit = read_by | {package: f"it imports {of}" for package, of in dependents.items()}
     steps: list[tuple[str, list[str]]] = []
     left_out = dict(plan["left_out"])
     for name, modules in plan["steps"]:
-        if root(name) in unfit:
-            left_out[root(name)] = unfit[root(name)]
-            steps += grouped(brought.get(name, ()), set(unfit))
+        if root_package(name) in unfit:
+            left_out[root_package(name)] = unfit[root_package(name)]
+            steps += preload_steps(brought.get(name, ()), set(unfit))
         else:
             steps.append((name, modules))
     return {**plan, "steps": steps, "left_out": left_out}
@@ -269,16 +278,16 @@ def common_steps(one: Plan, other: Plan) -> int:
     return next((number for number, (a, b) in pairs if a != b), len(other["steps"]))
 
 
-def grouped(modules: Iterable[str], unfit: set[str]) -> list[tuple[str, list[str]]]:
+def preload_steps(modules: Iterable[str], unfit: set[str]) -> list[tuple[str, list[str]]]:
     """These modules as one step for each package, without the unfit ones."""
     groups: dict[str, list[str]] = {}
     for name in modules:
-        if root(name) not in unfit and not name.startswith("__"):  # __mp_main__ is the script
-            groups.setdefault(root(name), []).append(name)
+        if root_package(name) not in unfit and not name.startswith("__"):  # __mp_main__ is the script
+            groups.setdefault(root_package(name), []).append(name)
     return list(groups.items())
 
 
-def dependents(packages: set[str], among: set[str]) -> dict[str, str]:
+def preloaded_dependents(packages: set[str], among: set[str]) -> dict[str, str]:
     """Which of the others import from one of these packages, directly or not, and from which.
 
     Python's own modules do not.  A function under another name was not imported: a package has replaced one of theirs.
@@ -289,7 +298,7 @@ def dependents(packages: set[str], among: set[str]) -> dict[str, str]:
     while size < len(found):
         size = len(found)
         for name, module in list(sys.modules.items()):
-            if root(name) not in among or root(name) in found:
+            if root_package(name) not in among or root_package(name) in found:
                 continue
             for key, value in list(getattr(module, "__dict__", {}).items()):
                 owner = None
@@ -297,8 +306,8 @@ def dependents(packages: set[str], among: set[str]) -> dict[str, str]:
                     owner = value.__dict__.get("__name__")
                 elif isinstance(value, type) or (isinstance(value, FUNCTION) and value.__name__ == key):
                     owner = value.__module__
-                if isinstance(owner, str) and (root(owner) in packages or root(owner) in found):
-                    found[root(name)] = root(owner)
+                if isinstance(owner, str) and (root_package(owner) in packages or root_package(owner) in found):
+                    found[root_package(name)] = root_package(owner)
                     break
     return found
 
@@ -324,23 +333,23 @@ def in_fork(function: Callable[[], Any]) -> Any:
     return marshal.loads(data) if data else None
 
 
-def end_children() -> None:
+def end_preload_children() -> None:
     """Kill the processes that an import has started."""
-    for pid in children().split():
+    for pid in observed_children().split():
         os.kill(int(pid), _signal.SIGKILL)
         os.waitpid(int(pid), 0)
 
 
 def check_fork_safety() -> str:
     """Return why workers must not be forked from here, or an empty text."""
-    if threads := lasting_threads():
+    if threads := threads_left_by_imports():
         return f"what was imported left {threads} thread{'s' * (threads > 1)} running"
-    if any(path.startswith("/dev/nvidia") for path in descriptors().values()):
+    if any(path.startswith("/dev/nvidia") for path in observed_descriptors().values()):
         return "what was imported has initialised the GPU driver"
     return ""
 
 
-def file_identity(path: str) -> tuple[int, int, int]:
+def preloaded_file_identity(path: str) -> tuple[int, int, int]:
     try:
         found = os.stat(path)
         return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,8 +1,8 @@
 """The zygote: an interpreter that stops just before it would run the user's script, and forks workers at that point.
 
-The agent starts `python -u train.py args` with `hook/` in front of PYTHONPATH, so `main` runs inside the import of
-`sitecustomize`, the last step before the script.  There it imports what the workers need, and waits for requests.  A
-worker is a fork that returns from `main`; Python itself then runs the script.  So `__main__`, `sys.argv`,
+The agent starts `python -u train.py args` with `hook/` in front of PYTHONPATH, so `run_zygote` runs inside the import
+of `sitecustomize`, the last step before the script.  There it imports what the workers need, and waits for requests.  A
+worker is a fork that returns from `run_zygote`; Python itself then runs the script.  So `__main__`, `sys.argv`,
 `sys.path[0]`, tracebacks and exit codes are Python's own, and no frame of ripstop is on the stack.
 
 Rules
@@ -45,7 +45,7 @@ MADV_DONTNEED = 4
 KILL_INTERVAL_S = 0.005
 
 
-def main(home: str) -> None:
+def run_zygote(home: str) -> None:
     """Serve the agent.  Returns only in workers."""
     try:
         failed = Zygote(home).serve()
@@ -63,7 +63,7 @@ class Zygote:
         self.channel = Channel(int(os.environ.pop(CHANNEL_FD_VARIABLE)))
         os.environ.pop(PADDING_VARIABLE, None)
         self.can_release_pages = False
-        atexit.register(worker_hooks.exit_after_failure)  # first registered, so last to run
+        atexit.register(worker_hooks.exit_failed_worker)  # first registered, so last to run
         self.worker_start_times: dict[int, bytes] = {}  # by pid, which is also the worker's session
         settings, _ = self.channel.receive()
         self.agent_pid: int = settings["agent"]
@@ -106,7 +106,7 @@ class Zygote:
         sys.modules.pop("sitecustomize", None)
         for name in os.listdir("/proc/self/fd"):
             fd = int(name)
-            if fd > 2 and fd != self.channel.socket.fileno() and is_inherited(fd):
+            if fd > 2 and fd != self.channel.socket.fileno() and is_inherited_by_zygote(fd):
                 os.close(fd)
         os.set_inheritable(self.channel.socket.fileno(), False)
 
@@ -151,7 +151,7 @@ class Zygote:
 
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        for start, size in clean_mappings():
+        for start, size in clean_zygote_mappings():
             madvise(start, size, MADV_DONTNEED)
 
     # forking --------------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class Zygote:
             except OSError:
                 del self.worker_start_times[pid]
         for pid in pids:
-            self.worker_start_times[pid] = title.stat_fields(pid)[title.START_TIME]
+            self.worker_start_times[pid] = title.title_stat_fields(pid)[title.START_TIME]
 
     def _kill_sessions(self) -> NoReturn:
         """The agent has ended: kill what is left of the workers' sessions, then exit (rule 4)."""
@@ -242,7 +242,7 @@ class Zygote:
         sessions = {
             pid
             for pid, start in self.worker_start_times.items()
-            if not os.path.exists(f"/proc/{pid}") or has_start_time(pid, start)
+            if not os.path.exists(f"/proc/{pid}") or is_forked_worker(pid, start)
         }
         while left := [p.pid for p in processes() if p.session in sessions and not p.dead]:
             for pid in left:
@@ -254,7 +254,7 @@ class Zygote:
         os._exit(0)
 
 
-def clean_mappings() -> list[tuple[int, int]]:
+def clean_zygote_mappings() -> list[tuple[int, int]]:
     """Return (address, size) of read-only file mappings in which no page was ever written."""
     found: list[tuple[int, int]] = []
     mapping: tuple[int, int] | None = None
@@ -270,14 +270,14 @@ def clean_mappings() -> list[tuple[int, int]]:
     return found
 
 
-def has_start_time(pid: int, start: bytes) -> bool:
+def is_forked_worker(pid: int, start: bytes) -> bool:
     try:
-        return title.stat_fields(pid)[title.START_TIME] == start
+        return title.title_stat_fields(pid)[title.START_TIME] == start
     except OSError:
         return True  # it has ended since, and the number is not reused yet
 
 
-def is_inherited(fd: int) -> bool:
+def is_inherited_by_zygote(fd: int) -> bool:
     """Whether this descriptor came through an exec.  Python opens its own as close-on-exec."""
     try:
         return os.get_inheritable(fd)

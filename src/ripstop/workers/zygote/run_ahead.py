@@ -23,8 +23,15 @@ import os
 import sys
 import time
 
-from ripstop.workers.zygote import standby, title, warmups, worker_hooks
-from ripstop.workers.zygote.preload import file_identity
+from ripstop.workers.zygote import title, warmups, worker_hooks
+from ripstop.workers.zygote.preload import preloaded_file_identity
+from ripstop.workers.zygote.standby_process import (
+    WarmStandby,
+    describe_standby_error,
+    give_up_standby,
+    standby_private_memory,
+    wait_for_request,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,23 +43,23 @@ GATE_MODULE = "_ripstop_standby"  # `train/standby_gate.py` has it too
 TITLE = title.STANDBY + b" elastic"
 
 
-def prepare_run_ahead(worker: Worker, warm: standby.WarmStandby) -> dict[str, Any]:
+def prepare_run_ahead(worker: Worker, warm: WarmStandby) -> dict[str, Any]:
     """Prepare to run the script as a standby; return the request of the worker that it shadows."""
-    gate = Gate(worker, warm)
+    gate = RunAheadGate(worker, warm)
     request: dict[str, Any] = worker.request["shadowed"]
     try:
         worker.open_streams(request)
     except OSError as error:
-        standby.give_up(warm.control, "failed", f"{error.strerror}: {error.filename}")
-    gate.outputs = {number: identify(fd) for number, fd in worker.streams.items()}
+        give_up_standby(warm.control, "failed", f"{error.strerror}: {error.filename}")
+    gate.outputs = {number: run_ahead_output_identity(fd) for number, fd in worker.streams.items()}
     sys.modules[GATE_MODULE] = gate  # type: ignore[assignment]
     worker_hooks.on_exception = gate.on_exception
     gate.forbid_process_groups()
     return request
 
 
-class Gate:
-    def __init__(self, worker: Worker, warm: standby.WarmStandby) -> None:
+class RunAheadGate:
+    def __init__(self, worker: Worker, warm: WarmStandby) -> None:
         self.worker = worker
         self.warm = warm
         self.pid = os.getpid()
@@ -63,19 +70,19 @@ class Gate:
 
     def wait(self) -> None:
         """Wait for a round, and become a worker of it."""
-        identities = {path: file_identity(path) for path in self.files()}
+        identities = {path: preloaded_file_identity(path) for path in self.files()}
         if changed := next((path for path in identities if self.has_changed(path)), ""):
             self.refuse(f"{changed} has changed since the script was started")
-        gpu_memory = self.warm.gpu_memory + reserved_memory()
-        self.warm.control.send({"ready": {"memory": standby.private_memory(), "gpu_memory": gpu_memory}})
-        request = standby.wait_for_request(self.worker, self.warm.control, identities)
+        gpu_memory = self.warm.gpu_memory + run_ahead_gpu_memory()
+        self.warm.control.send({"ready": {"memory": standby_private_memory(), "gpu_memory": gpu_memory}})
+        request = wait_for_request(self.worker, self.warm.control, identities)
         del sys.modules[GATE_MODULE]
         worker_hooks.on_exception = None
         self.allow_process_groups()
         self.warm.priority.restore()
         self.flush()
         for number, fd in self.agent_streams.items():
-            if identify(number) == self.outputs[number]:
+            if run_ahead_output_identity(number) == self.outputs[number]:
                 os.dup2(fd, number)
             elif number in self.worker.streams:
                 os.close(self.worker.streams.pop(number))
@@ -87,11 +94,11 @@ class Gate:
         try:
             os.write(2, f"ripstop: this standby ends: {why}\n".encode())
         finally:  # also if the disk is full, or the script has closed stderr
-            standby.give_up(self.warm.control, "failed", why)
+            give_up_standby(self.warm.control, "failed", why)
 
     def on_exception(self, error: BaseException) -> None:
         if os.getpid() == self.pid:
-            self.refuse(f"the script failed: {standby.describe(error)}")
+            self.refuse(f"the script failed: {describe_standby_error(error)}")
 
     def forbid_process_groups(self) -> None:
         """Until `allow_process_groups`: a group would wait for the other ranks, or disturb theirs."""
@@ -136,7 +143,7 @@ class Gate:
                 continue
 
 
-def identify(fd: int) -> tuple[int, int] | None:
+def run_ahead_output_identity(fd: int) -> tuple[int, int] | None:
     """The file that is open there; None if none is."""
     try:
         found = os.fstat(fd)
@@ -145,7 +152,7 @@ def identify(fd: int) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def reserved_memory() -> int:
+def run_ahead_gpu_memory() -> int:
     """The bytes of GPU memory that torch holds for the script."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():

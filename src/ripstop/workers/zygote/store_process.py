@@ -16,31 +16,28 @@ def serve(host: str, port: int, fd: int) -> NoReturn:
     try:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
     except Exception as error:
-        fail(f"the job's store needs torch, which cannot be imported: {error}; install torch for {sys.executable}.")
+        why = f"the job's store needs torch, which cannot be imported: {error}; install torch for {sys.executable}."
+        fail_store(why)
     import signal
 
     try:
         store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
     except Exception as error:
-        fail(f"torch cannot serve the job's store on {host}:{port}: {error}")
+        fail_store(f"torch cannot serve the job's store on {host}:{port}: {error}")
     while True:
         signal.pause()
         assert store is not None  # it serves while it is referenced
 
 
-def fail(why: str) -> NoReturn:
+def fail_store(why: str) -> NoReturn:
     """Exit at once: the listening socket closes, so clients get an error instead of a timeout."""
     sys.stderr.write(f"ripstop: {' '.join(why.split())}\n")
     os._exit(1)
 
 
-def main() -> NoReturn:
+if __name__ == "__main__":
     sys.path[0] = os.path.abspath(f"{__file__}/../../../..")  # noqa: PTH100 - pathlib is slow to import
     import ripstop.workers.zygote.title  # noqa: F401 - while it can be found
 
     del sys.path[0]
     serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
-
-
-if __name__ == "__main__":
-    main()

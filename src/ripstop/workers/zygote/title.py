@@ -21,7 +21,7 @@ PR_SET_NAME = 15
 START_TIME, ARG_START, ARG_END, ENV_START, ENV_END = 19, 45, 46, 47, 48
 
 
-def stat_fields(pid: int | str) -> list[bytes]:
+def title_stat_fields(pid: int | str) -> list[bytes]:
     """Return the fields of /proc/PID/stat from the third on."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()
@@ -31,7 +31,7 @@ def rename_process(title: bytes) -> None:
     """Show this process under one name in `ps`."""
     import ctypes
 
-    fields = stat_fields("self")
+    fields = title_stat_fields("self")
     start, size = int(fields[ARG_START]), int(fields[ARG_END]) - int(fields[ARG_START])
     ctypes.memmove(start, title[: max(0, size - 1)].ljust(size, b"\0"), size)
     ctypes.CDLL(None).prctl(PR_SET_NAME, title, 0, 0, 0)
@@ -43,7 +43,7 @@ class ProcessTitle:
     def __init__(self) -> None:
         import ctypes
 
-        fields = stat_fields("self")
+        fields = title_stat_fields("self")
         self.write = ctypes.memmove
         self.prctl = ctypes.CDLL(None).prctl
         self.arg_start = int(fields[ARG_START])

@@ -1,8 +1,8 @@
 """What a standby does before it waits: the first uses of torch and of the GPU, which a worker need not pay for then.
 
 A warm-up must leave nothing that the script could notice but time saved: no process group, no memory in use, no current
-device.  `standby.py` undoes what it can, and discards the process if it cannot.  This module is imported in every
-worker, so it imports next to nothing.
+device.  `standby_process.py` undoes what it can, and discards the process if it cannot.  This module is imported in
+every worker, so it imports next to nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def warm_up(function: str, local_rank: int, *, with_gpu: bool = True) -> int:
     if torch is not None:
         cpu_warm_up(torch)
         if with_gpu:
-            gpu_memory = gpu_warm_up(torch, own_device())
+            gpu_memory = gpu_warm_up(torch, warm_up_device())
     if function:
         module, _, name = function.partition(":")
         __import__(module)
@@ -40,14 +40,14 @@ def cpu_warm_up(torch: Any) -> None:
         torch.optim.AdamW(model.parameters()).step()
 
 
-def own_device() -> int:
+def warm_up_device() -> int:
     """The index of this worker's GPU among those that it sees; with `--virtual-local-rank` it sees one."""
     return int(os.environ["LOCAL_RANK"])
 
 
 def visible_device(torch: Any) -> int:
     """The index of this worker's GPU; the current one, if the script itself has made fewer GPUs visible."""
-    device = own_device()
+    device = warm_up_device()
     return device if device < torch.cuda.device_count() else int(torch.cuda.current_device())
 
 
@@ -113,7 +113,7 @@ def used_memory(torch: Any, device: int) -> int:
         nvml.nvmlShutdown()
 
 
-def check_gpu() -> None:
+def check_warmed_gpu() -> None:
     """Raise an error if the GPU that was warmed up is lost."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

@@ -30,33 +30,6 @@ error_file_path: str | None = None  # set for each round
 on_exception: Callable[[BaseException], None] | None = None  # in a standby that runs the script
 
 
-def reopen_stream(fd: int) -> None:
-    """Replace sys.stdout or sys.stderr, as `python -u` opens it: its descriptor is another file now."""
-    import io
-
-    name = {1: "stdout", 2: "stderr"}[fd]
-    old = getattr(sys, f"__{name}__")
-    raw = io.FileIO(fd, "wb", closefd=False)
-    raw.name = f"<{name}>"
-    text = io.TextIOWrapper(raw, old.encoding, old.errors, newline="\n", write_through=True)
-    text.mode = "w"  # type: ignore[misc]
-    setattr(sys, name, text)
-    setattr(sys, f"__{name}__", text)
-
-
-def reseed() -> None:
-    """Renew what a fork shares with its parent and a new process does not: random states, authkey, main thread id."""
-    modules = sys.modules  # `random` reseeds itself
-    if (numpy_random := modules.get("numpy.random")) is not None:
-        numpy_random.seed()
-    if (torch := modules.get("torch")) is not None:
-        torch.default_generator.seed()  # the CPU's; GPU generators start from a fixed seed in any process
-    if (process := modules.get("multiprocessing.process")) is not None:
-        process.current_process().authkey = os.urandom(32)
-    if (threading := modules.get("threading")) is not None:
-        threading.main_thread()._set_native_id()
-
-
 def install_excepthook(import_root: str) -> None:
     """Write an uncaught exception to the error file, in the format of torch's `record`, unless the file exists."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
@@ -69,7 +42,7 @@ def install_excepthook(import_root: str) -> None:
             try:
                 from ripstop.workers import error_file as writer
 
-                writer.write(error_file_path, writer.describe(error))
+                writer.write_error_file(error_file_path, writer.describe(error))
             except Exception:  # best effort: Python prints the exception in any case
                 pass
             finally:
@@ -90,7 +63,7 @@ def install_excepthook(import_root: str) -> None:
     sys.excepthook = sys.__excepthook__ = excepthook
 
 
-def exit_after_failure() -> None:
+def exit_failed_worker() -> None:
     """The last exit handler: skip the rest of the interpreter's shutdown in a worker that failed (rule 2)."""
     if os.getpid() not in failed_pids:
         return
@@ -132,17 +105,17 @@ def serve_flight_recorder(path: str) -> None:
     import _thread
 
     def serve() -> None:
-        opened = file_identity(listener.fileno())
+        opened = recorder_socket_identity(listener.fileno())
         while True:
             try:
-                if file_identity(listener.fileno()) != opened:
+                if recorder_socket_identity(listener.fileno()) != opened:
                     return  # the script has closed all files and opened others
                 fd = listener._accept()[0]  # type: ignore[attr-defined]
             except OSError:  # the script has closed all files
                 return
             client = _socket.socket(fileno=fd)
             try:
-                client.sendall(flight_recorder_dump(is_hanging=client.recv(1) == b"!"))
+                client.sendall(worker_recorder_dump(is_hanging=client.recv(1) == b"!"))
             except OSError:  # the client has disconnected
                 pass
             finally:
@@ -165,12 +138,12 @@ def serve_flight_recorder(path: str) -> None:
         _signal.pthread_sigmask(_signal.SIG_SETMASK, before)
 
 
-def file_identity(fd: int) -> tuple[int, int]:
+def recorder_socket_identity(fd: int) -> tuple[int, int]:
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
 
 
-def flight_recorder_dump(is_hanging: bool) -> bytes:
+def worker_recorder_dump(is_hanging: bool) -> bytes:
     """Return the dumps of the recorders in this torch as one JSON object; NCCL's only for a worker that hangs."""
     core = sys.modules.get("torch._C._distributed_c10d")
     dumps: list[bytes] = []

@@ -16,7 +16,7 @@ import gc
 import os
 import sys
 
-from ripstop.workers.zygote import run_ahead, standby, title, worker_hooks
+from ripstop.workers.zygote import run_ahead, standby_process, title, worker_hooks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -74,9 +74,10 @@ class Worker:
             case "run":
                 self._prepare_script()
             case "standby":
-                warm = standby.warm_up(self)
+                warm = standby_process.warm_up(self)
                 runs_ahead = self.request["shadowed"] is not None
-                self.request = run_ahead.prepare_run_ahead(self, warm) if runs_ahead else standby.wait(self, warm)
+                prepare = run_ahead.prepare_run_ahead if runs_ahead else standby_process.wait
+                self.request = prepare(self, warm)
                 self._set_environment()
                 self._redirect()
                 self._prepare_script()
@@ -139,8 +140,8 @@ class Worker:
         sys.argv[1:] = args
         sys.orig_argv[len(sys.orig_argv) - self.request["zygote_args"] :] = args
         for number in self.streams:
-            worker_hooks.reopen_stream(number)
-        worker_hooks.reseed()
+            reopen_stream(number)
+        reseed_worker()
         worker_hooks.install_excepthook(self.zygote.import_root)
         self._install_round_hooks()
         gc.enable()
@@ -208,3 +209,30 @@ class Worker:
         if (first := self.zygote.preload.first_path()) is not None:
             sys.path.insert(0, first)  # values may be of classes that the script imports
         run(settings, self.fds[0], self.fds[1:])
+
+
+def reopen_stream(fd: int) -> None:
+    """Replace sys.stdout or sys.stderr, as `python -u` opens it: its descriptor is another file now."""
+    import io
+
+    name = {1: "stdout", 2: "stderr"}[fd]
+    old = getattr(sys, f"__{name}__")
+    raw = io.FileIO(fd, "wb", closefd=False)
+    raw.name = f"<{name}>"
+    text = io.TextIOWrapper(raw, old.encoding, old.errors, newline="\n", write_through=True)
+    text.mode = "w"  # type: ignore[misc]
+    setattr(sys, name, text)
+    setattr(sys, f"__{name}__", text)
+
+
+def reseed_worker() -> None:
+    """Renew what a fork shares with its parent and a new process does not: random states, authkey, main thread id."""
+    modules = sys.modules  # `random` reseeds itself
+    if (numpy_random := modules.get("numpy.random")) is not None:
+        numpy_random.seed()
+    if (torch := modules.get("torch")) is not None:
+        torch.default_generator.seed()  # the CPU's; GPU generators start from a fixed seed in any process
+    if (process := modules.get("multiprocessing.process")) is not None:
+        process.current_process().authkey = os.urandom(32)
+    if (threading := modules.get("threading")) is not None:
+        threading.main_thread()._set_native_id()

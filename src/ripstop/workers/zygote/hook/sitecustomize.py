@@ -27,14 +27,14 @@ _before = _take_modules()
 for _name in ("ripstop", "ripstop.workers", "ripstop.workers.zygote"):
     sys.modules[_name] = type(sys)(_name)
 sys.modules["ripstop.workers.zygote"].__path__ = [_home]
-from ripstop.workers.zygote.process import main  # noqa: E402
+from ripstop.workers.zygote.process import run_zygote  # noqa: E402
 
 _take_modules()
 sys.modules.update(_before)
 sys.path_importer_cache.pop(_home, None)
 
-main(_home)
+run_zygote(_home)
 
-# Only a worker arrives here.  `main` has imported the user's own sitecustomize if there is one.
+# Only a worker arrives here.  `run_zygote` has imported the user's own sitecustomize if there is one.
 if "sitecustomize" not in sys.modules:
     raise ImportError(name="sitecustomize")

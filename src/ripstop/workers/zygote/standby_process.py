@@ -29,7 +29,7 @@ import time
 
 from ripstop.workers.zygote import title, warmups
 from ripstop.workers.zygote.channel import CHECK, Channel
-from ripstop.workers.zygote.preload import file_identity
+from ripstop.workers.zygote.preload import preloaded_file_identity
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ CHECK_VALID_S = 1.0
 class WarmStandby:
     """What a standby has after its warm-up."""
 
-    def __init__(self, control: Channel, before: Surroundings, priority: Priority, gpu_memory: int) -> None:
+    def __init__(
+        self, control: Channel, before: StandbySurroundings, priority: StandbyPriority, gpu_memory: int
+    ) -> None:
         self.control = control
         self.before = before
         self.priority = priority
@@ -58,8 +60,8 @@ def warm_up(worker: Worker) -> WarmStandby:
     own_path = worker.zygote.preload.first_path()
     pid = os.getpid()
     try:
-        before = Surroundings()
-        priority = Priority()
+        before = StandbySurroundings()
+        priority = StandbyPriority()
         os.dup2(2, 1)
         if own_path is not None:
             sys.path.insert(0, own_path)
@@ -67,19 +69,19 @@ def warm_up(worker: Worker) -> WarmStandby:
         asked = worker.request
         gpu_memory = warmups.warm_up(asked["warm_up"], asked["local_rank"], with_gpu=asked["with_gpu"])
         gc.collect()
-        exit_unless(pid)
+        exit_unless_standby(pid)
         before.restore()
     except BaseException as error:
-        exit_unless(pid)
-        give_up(control, "failed", f"the warm-up failed: {describe(error)}")
+        exit_unless_standby(pid)
+        give_up_standby(control, "failed", f"the warm-up failed: {describe_standby_error(error)}")
     return WarmStandby(control, before, priority, gpu_memory)
 
 
 def wait(worker: Worker, warm: WarmStandby) -> dict[str, Any]:
     """Wait before the script; return the round's request, with the worker's streams opened."""
     warm.priority.restore()
-    files = {path: file_identity(path) for path in warm.before.new_files()}
-    warm.control.send({"ready": {"memory": private_memory(), "gpu_memory": warm.gpu_memory}})
+    files = {path: preloaded_file_identity(path) for path in warm.before.new_files()}
+    warm.control.send({"ready": {"memory": standby_private_memory(), "gpu_memory": warm.gpu_memory}})
     return wait_for_request(worker, warm.control, files)
 
 
@@ -88,59 +90,60 @@ def wait_for_request(worker: Worker, control: Channel, files: dict[str, tuple[in
     valid_until, changed = 0.0, ""
     try:
         while (request := control.receive()[0]) == CHECK:
-            changed = changed_file(worker, files)
+            changed = changed_standby_file(worker, files)
             valid_until = time.monotonic() + CHECK_VALID_S
     except (EOFError, ConnectionError):
         os._exit(0)
     if time.monotonic() > valid_until:
-        changed = changed_file(worker, files)
+        changed = changed_standby_file(worker, files)
     if changed:
-        give_up(control, "unfit", f"{changed} has changed since it was imported")
+        give_up_standby(control, "unfit", f"{changed} has changed since it was imported")
     try:
-        warmups.check_gpu()
+        warmups.check_warmed_gpu()
     except Exception as error:
-        give_up(control, "unfit", f"its GPU does not work any more: {describe(error)}")
+        give_up_standby(control, "unfit", f"its GPU does not work any more: {describe_standby_error(error)}")
     try:
         worker.open_streams(request)
     except OSError as error:
-        give_up(control, "error", f"{error.strerror}: {error.filename}")
+        give_up_standby(control, "error", f"{error.strerror}: {error.filename}")
     control.send("taken")
     control.socket.close()
     return request  # type: ignore[no-any-return]
 
 
-def changed_file(worker: Worker, files: dict[str, tuple[int, int, int]]) -> str:
+def changed_standby_file(worker: Worker, files: dict[str, tuple[int, int, int]]) -> str:
     """A file that was imported and has changed since; or an empty text."""
-    changed = next((path for path, identity in files.items() if file_identity(path) != identity), "")
+    changed = next((path for path, identity in files.items() if preloaded_file_identity(path) != identity), "")
     return changed or worker.zygote.preload.changed_file()
 
 
-def exit_unless(pid: int) -> None:
+def exit_unless_standby(pid: int) -> None:
     """End a fork that the warm-up made and let return."""
     if os.getpid() != pid:
         os._exit(0)
 
 
-def give_up(control: Channel, kind: str, why: str) -> NoReturn:
+def give_up_standby(control: Channel, kind: str, why: str) -> NoReturn:
     try:
         control.send({kind: why})
     finally:
         os._exit(0)
 
 
-def describe(error: BaseException) -> str:
+def describe_standby_error(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
-class Surroundings:
+class StandbySurroundings:
     """What a warm-up must leave as it was; taken before it."""
 
     def __init__(self) -> None:
         self.directory = os.getcwd()
-        self.umask = current_umask()
+        self.umask = os.umask(0)
+        os.umask(self.umask)
         self.stdout = os.dup(1)
-        self.handlers = handlers()
-        self.caught = caught_signals()
+        self.handlers = {signum: _signal.getsignal(signum) for signum in _signal.valid_signals()}
+        self.caught = standby_caught_signals()
         self.path = list(sys.path)
         self.finders = set(sys.path_importer_cache)
         self.modules = set(sys.modules)
@@ -157,19 +160,19 @@ class Surroundings:
         for name in set(sys.path_importer_cache) - self.finders:
             sys.path_importer_cache.pop(name)  # the worker scans the directory again
         sys.excepthook = self.hook
-        destroy_process_group()
+        destroy_standby_group()
         self._restore_handlers()
-        reseed()
+        reseed_standby()
         if _thread._count():
             raise RuntimeError("it left a Python thread running; join it before you return")
-        if has_children():
+        if standby_has_children():
             raise RuntimeError("it left a child process; wait for it before you return")
 
     def _restore_handlers(self) -> None:
         for signum, handler in self.handlers.items():
             if handler is not None and _signal.getsignal(signum) != handler:
                 _signal.signal(signum, handler)
-        if changed := caught_signals() ^ self.caught:
+        if changed := standby_caught_signals() ^ self.caught:
             raise RuntimeError(f"it changed the handler of signal {abs(min(changed))}, which cannot be restored")
 
     def new_files(self) -> set[str]:
@@ -179,7 +182,7 @@ class Surroundings:
         return {file for file in files if isinstance(file, str)}
 
 
-class Priority:
+class StandbyPriority:
     """Lowers the priority of this process, as far as that can be undone without privileges."""
 
     def __init__(self) -> None:
@@ -187,7 +190,7 @@ class Priority:
         self.policy = os.sched_getscheduler(0)
         if self.policy == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        if can_raise_priority():
+        if can_restore_standby_priority():
             os.setpriority(os.PRIO_PROCESS, 0, LOWEST_PRIORITY)
 
     def restore(self) -> None:
@@ -208,7 +211,7 @@ class Priority:
                     continue
 
 
-def can_raise_priority() -> bool:
+def can_restore_standby_priority() -> bool:
     """Whether a lowered priority can be raised again.  Tried in a thread, since every thread has its own."""
     can: list[bool] = []
     done = _thread.allocate_lock()
@@ -230,11 +233,7 @@ def can_raise_priority() -> bool:
     return bool(can)
 
 
-def handlers() -> dict[int, Any]:
-    return {signum: _signal.getsignal(signum) for signum in _signal.valid_signals()}
-
-
-def caught_signals() -> set[int]:
+def standby_caught_signals() -> set[int]:
     """The kernel's view: the signals that have a handler, and, as negative numbers, those that are ignored."""
     with open("/proc/self/status", "rb") as file:
         masks = dict(line.split(b":\t", 1) for line in file if line.startswith(b"Sig"))
@@ -243,13 +242,7 @@ def caught_signals() -> set[int]:
     return {n for n in signals if caught >> n - 1 & 1} | {-n for n in signals if ignored >> n - 1 & 1}
 
 
-def current_umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def has_children() -> bool:
+def standby_has_children() -> bool:
     """Whether a child process is left; those that have ended are reaped."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
@@ -259,14 +252,14 @@ def has_children() -> bool:
     return True
 
 
-def destroy_process_group() -> None:
+def destroy_standby_group() -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
 
 
-def reseed() -> None:
-    """Random states that a warm-up may have set and that `worker_hooks.reseed` does not renew."""
+def reseed_standby() -> None:
+    """Random states that a warm-up may have set and that `worker_setup.reseed_worker` does not renew."""
     if (random := sys.modules.get("random")) is not None:
         random.seed()
     torch = sys.modules.get("torch")
@@ -276,7 +269,7 @@ def reseed() -> None:
             generator.manual_seed(default)
 
 
-def private_memory() -> int:
+def standby_private_memory() -> int:
     """The bytes of memory that only this process uses."""
     with open("/proc/self/smaps_rollup", "rb") as file:
         return sum(int(line.split()[1]) for line in file if line.startswith(b"Private_")) * 1024
