@@ -17,8 +17,8 @@ from ripstop.model.config import LogFormat
 from ripstop.model.failure import JobReport
 from ripstop.model.round import Outcome
 from ripstop.model.text_formatting import clean, one_line
-from ripstop.system.live_line import has_colors, terminal_width
 from ripstop.system.safe_files import replace_file
+from ripstop.system.stderr_terminal import has_colors, terminal_width
 from ripstop.telemetry.stderr_log import Printer
 
 REPORT_WIDTH = 100

@@ -46,7 +46,8 @@ from ripstop.model.failure import JobReport
 from ripstop.model.round import Address, Node, Outcome, RankBy
 from ripstop.protocol import secret
 from ripstop.starters.user_key import job_secret
-from ripstop.system.live_line import LiveLine, can_show, has_colors
+from ripstop.system.live_line import LiveLine, can_show
+from ripstop.system.stderr_terminal import has_colors
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS, EventFile
 from ripstop.telemetry.stderr_log import Printer, log_to_stderr
 from ripstop.transport.endpoint import Bound, bind, bind_first

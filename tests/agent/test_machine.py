@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from ripstop.agent.activity import Activity, ActivityKind
+from ripstop.agent.activity import Activity, ActivityKind, node_activity
 from ripstop.agent.health.assessment import HealthProblem
 from ripstop.agent.machine import FINAL_REPORT_TIMEOUT_S, WAIT_LOG_DELAY_S, Agent
 from ripstop.agent.machine_io import (
@@ -41,11 +41,12 @@ from ripstop.agent.machine_io import (
     WorkersSucceeded,
     WorkersUnkillable,
 )
-from ripstop.agent.machine_state import AgentSettings, WorkersState, signal_name
-from ripstop.agent.machine_status import activity, reason_not_ready
+from ripstop.agent.machine_state import AgentSettings, WorkersState
+from ripstop.agent.machine_status import reason_not_ready
 from ripstop.model.config import Timing
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.round import Address, Node, Outcome, Place
+from ripstop.model.text_formatting import signal_name
 from ripstop.protocol import messages
 from ripstop.protocol.messages import (
     Assign,
@@ -129,24 +130,24 @@ def running_agent(round: int = 1, rank: int = 1) -> Agent:
 
 def test_the_activity_of_a_node_from_its_start_to_its_end() -> None:
     agent = Agent(AgentSettings(NODE, 1, 4, TIMING))
-    assert activity(agent).kind is ActivityKind.WARMING_UP
+    assert node_activity(agent).kind is ActivityKind.WARMING_UP
     agent.on(WarmupDone(), 0.0)
-    assert activity(agent) == Activity(ActivityKind.CONNECTING, limit=100.0)
+    assert node_activity(agent) == Activity(ActivityKind.CONNECTING, limit=100.0)
     agent.on(CoordinatorConnected("host-a"), 0.0)
     agent.on(HealthChecked((FULL,)), 0.0)
-    assert activity(agent) == Activity(ActivityKind.UNHEALTHY, FULL.text, 100.0)
+    assert node_activity(agent) == Activity(ActivityKind.UNHEALTHY, FULL.text, 100.0)
     agent.on(HealthChecked(()), 0.0)
-    assert activity(agent) == Activity(ActivityKind.WAITING)
+    assert node_activity(agent) == Activity(ActivityKind.WAITING)
     agent.on(CoordinatorMessage(StandBy(0, "1 of 2")), 0.0)
-    assert activity(agent) == Activity(ActivityKind.WAITING, "1 of 2")
+    assert node_activity(agent) == Activity(ActivityKind.WAITING, "1 of 2")
     agent.on(assign(1), 1.0)
-    assert activity(agent) == Activity(ActivityKind.TRAINING, round=1)
+    assert node_activity(agent) == Activity(ActivityKind.TRAINING, round=1)
     agent.on(assign(2), 2.0)
-    assert activity(agent) == Activity(ActivityKind.STOPPING, limit=30.0, round=1)
+    assert node_activity(agent) == Activity(ActivityKind.STOPPING, limit=30.0, round=1)
     agent.on(WorkersStopped(1), 3.0)
-    assert activity(agent) == Activity(ActivityKind.TRAINING, round=2)
+    assert node_activity(agent) == Activity(ActivityKind.TRAINING, round=2)
     agent.on(WorkersSucceeded(2), 4.0)
-    assert activity(agent).kind is ActivityKind.CLOSING
+    assert node_activity(agent).kind is ActivityKind.CLOSING
 
 
 # joining --------------------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ripstop.agent.query_handler import QUERIES, QueryHandler, Workers
-from ripstop.agent.usage_sampler import GpuUsageReader
+from ripstop.agent.query_handler import QUERIES, QueriedWorkers, QueryHandler
+from ripstop.agent.usage_sampler import GpuUsageSampler
 from ripstop.diagnostics.progress import WorkerProgress
 from ripstop.logs import log_reader
 from ripstop.logs.directory import RoundLogs
@@ -22,9 +22,9 @@ PLACE = Place(2, 0, 1, 4, 6, 2, 0, 2, Address("127.0.0.1", 1), 0)
 ONE = (GpuSample(0, memory_used=7),)
 
 
-def ask(query: str, workers: Workers | None = None, **details: object) -> Any:
+def ask(query: str, workers: QueriedWorkers | None = None, **details: object) -> Any:
     return json.loads(
-        asyncio.run(QueryHandler(lambda: workers, GpuUsageReader(lambda: ONE)).reply(query, json.dumps(details)))
+        asyncio.run(QueryHandler(lambda: workers, GpuUsageSampler(lambda: ONE)).reply(query, json.dumps(details)))
     )
 
 
@@ -41,7 +41,7 @@ def test_a_node_without_workers_can_be_sampled() -> None:
 
 def test_a_step_query_works_only_for_a_worker_that_reports_steps(tmp_path: Path) -> None:
     logs = RoundLogs(tmp_path, Logs(tmp_path), PLACE, "default", terminal=False)
-    workers = Workers(PLACE, (1, 2), logs, {1: WorkerProgress(7, 1.0, None, None, 100.0, commit_age=2.5)})
+    workers = QueriedWorkers(PLACE, (1, 2), logs, {1: WorkerProgress(7, 1.0, None, None, 100.0, commit_age=2.5)})
     before = time.time()
     seen = ask("step", workers, rank=5)
     assert (seen["round"], seen["step"], seen["commit_age"]) == (2, 7, 2.5)
@@ -62,7 +62,7 @@ def test_after_an_older_rounds_log_follows_the_current_rounds(tmp_path: Path) ->
     before.parent.mkdir(parents=True)
     before.write_text("one\n")
     (tmp_path / "round_2" / "5" / "stdout.log").write_text("two\n")
-    workers = Workers(PLACE, (1, 2), logs, {})
+    workers = QueriedWorkers(PLACE, (1, 2), logs, {})
     first = ask("log", workers, rank=5, stream="stdout", round=1, offset=0)
     second = ask("log", workers, rank=5, stream="stdout", round=1, offset=first["next"])
     assert [(piece["round"], piece["text"]) for piece in (first, second)] == [(1, "one\n"), (2, "two\n")]
@@ -77,8 +77,8 @@ def test_of_stopped_workers_only_the_log_can_be_read_and_it_has_an_end(tmp_path:
 
     async def scenario() -> None:
         stopped = asyncio.get_running_loop().create_future()
-        workers = Workers(PLACE, (1, 2), logs, {}, stopped=stopped)
-        handler = QueryHandler(lambda: workers, GpuUsageReader(lambda: ONE))
+        workers = QueriedWorkers(PLACE, (1, 2), logs, {}, stopped=stopped)
+        handler = QueryHandler(lambda: workers, GpuUsageSampler(lambda: ONE))
 
         async def log(offset: int, **more: object) -> Any:
             details = {"rank": 5, "stream": "stdout", "round": 2, "offset": offset, "reader": "r"} | more
@@ -111,7 +111,7 @@ def test_the_older_log_of_a_rank_that_is_now_on_another_node_can_be_read(tmp_pat
     before = tmp_path / "round_1" / "0" / "stdout.log"
     before.parent.mkdir(parents=True)
     before.write_text("one\n")
-    workers = Workers(PLACE, (1, 2), logs, {})
+    workers = QueriedWorkers(PLACE, (1, 2), logs, {})
     assert ask("log", workers, rank=0, stream="stdout", round=1, offset=0)["text"] == "one\n"
     with pytest.raises(QueryFailed, match="rank 0 is not on this node, which has ranks 4 to 5"):
         ask("log", workers, rank=0, stream="stdout", round=1, offset=4)

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from ripstop.agent import usage_sampler
-from ripstop.agent.query_handler import Workers
-from ripstop.agent.usage_sampler import GpuUsageReader, log_bytes, sample
+from ripstop.agent.query_handler import QueriedWorkers
+from ripstop.agent.usage_sampler import GpuUsageSampler, sample, sample_log_bytes
 from ripstop.diagnostics.progress import Commits, WorkerProgress
 from ripstop.logs.directory import RoundLogs
 from ripstop.model.config import Logs, OutputStreams, StreamMap
@@ -83,7 +83,7 @@ def test_an_exited_worker_and_another_process_with_its_pid_are_not_sampled(tmp_p
     with worker("print('ready', flush=True)") as process:
         process.wait()
         parent = os.getsid(os.getppid())  # a session leader that is not a child of this process
-        assert sample(Workers(place(2), (process.pid, parent), logs, {}), ()).ranks == ()
+        assert sample(QueriedWorkers(place(2), (process.pid, parent), logs, {}), ()).ranks == ()
 
 
 def test_a_sample_has_the_log_bytes_and_progress_of_every_rank(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_sample_has_the_log_bytes_and_progress_of_every_rank(tmp_path: Path) -
     with worker() as process:
         before = time.time()
         progress = WorkerProgress(7, 2.5, 0.5, 9, 0.25, Commits(3, 0.125, 1000, at=0.0), 2.0)
-        workers = Workers(place(2), (process.pid, 2**22), logs, {0: progress})
+        workers = QueriedWorkers(place(2), (process.pid, 2**22), logs, {0: progress})
         found = sample(workers, ())
     (rank,) = found.ranks
     assert (rank.rank, rank.log_bytes, rank.step, rank.steps_per_second, rank.beats) == (4, 10, 7, 2.5, 9)
@@ -112,7 +112,7 @@ def test_a_node_without_workers_has_a_sample() -> None:
 
 
 def test_only_regular_files_count_as_log_bytes(tmp_path: Path) -> None:
-    assert log_bytes([Path(os.devnull), tmp_path / "missing", tmp_path]) == 0
+    assert sample_log_bytes([Path(os.devnull), tmp_path / "missing", tmp_path]) == 0
 
 
 # GPUs
@@ -126,7 +126,7 @@ def test_a_missing_driver_is_looked_for_once() -> None:
         raise NoNvml("pynvml")
 
     async def scenario() -> None:
-        gpus = GpuUsageReader(read)
+        gpus = GpuUsageSampler(read)
         assert [await gpus.sample(20), await gpus.sample(20)] == [(), ()]
 
     asyncio.run(scenario())
@@ -143,7 +143,7 @@ def test_a_read_that_fails_affects_only_its_own_sample() -> None:
         return result
 
     async def scenario() -> None:
-        gpus = GpuUsageReader(read)
+        gpus = GpuUsageSampler(read)
         assert [await gpus.sample(20), await gpus.sample(20)] == [(), ONE]
 
     asyncio.run(scenario())
@@ -175,7 +175,7 @@ def test_a_lost_gpu_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) ->
         **{f"nvmlDeviceGet{name}": unsupported for name in names},
     )
     monkeypatch.setattr(usage_sampler, "load_nvml", lambda: driver)
-    assert [gpu.index for gpu in asyncio.run(GpuUsageReader().sample(20))] == [0, 2]
+    assert [gpu.index for gpu in asyncio.run(GpuUsageSampler().sample(20))] == [0, 2]
 
 
 def test_a_driver_that_hangs_times_out_and_is_called_once() -> None:
@@ -188,7 +188,7 @@ def test_a_driver_that_hangs_times_out_and_is_called_once() -> None:
         return ONE
 
     async def scenario() -> None:
-        gpus = GpuUsageReader(read)
+        gpus = GpuUsageSampler(read)
         assert [await gpus.sample(0.01), await gpus.sample(0.01)] == [(), ()]
         while not calls:  # noqa: ASYNC110 - by another thread
             await asyncio.sleep(0.01)
@@ -209,7 +209,7 @@ def test_the_sample_agrees_with_nvidia_smi() -> None:
         text=True,
         check=True,
     ).stdout.splitlines()
-    found = asyncio.run(GpuUsageReader().sample(20))
+    found = asyncio.run(GpuUsageSampler().sample(20))
     assert len(found) == len(lines)
     for gpu, line in zip(found, lines, strict=True):
         total, temperature = map(int, line.split(","))

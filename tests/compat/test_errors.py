@@ -17,7 +17,7 @@ import pytest
 
 import ripstop
 from ripstop.compat.multiprocessing import errors as ours
-from ripstop.diagnostics.evidence import read_error_file
+from ripstop.diagnostics.evidence import error_file_evidence
 from tests.compat.signatures import taken_by_both
 
 theirs = pytest.importorskip("torch.distributed.elastic.multiprocessing.errors")
@@ -79,7 +79,7 @@ def test_an_error_file_of_record_is_read(writer: Any, reader: Any, error_file: P
 def test_ripstops_own_record_is_read_by_torch_and_by_the_agent(error_file: Path) -> None:
     failed(ripstop.record(broken))
     assert theirs.ProcessFailure(0, 7, 1, str(error_file)).message["message"] == "ValueError: because"
-    said = read_error_file(error_file)
+    said = error_file_evidence(error_file)
     assert said is not None and said.message == "ValueError: because"
     assert "in recorded" not in said.traceback
 
@@ -202,7 +202,7 @@ def test_an_exception_without_a_text_or_with_too_much_is_recorded_for_the_agent(
     failed(ripstop.record(fail_mute))
     assert json.loads(error_file.read_text())["message"]["message"] == "Mute: <its text cannot be made: RuntimeError>"
     failed(ripstop.record(broken), "\x00\U0001f600" * 5_000_000)
-    said = read_error_file(error_file)
+    said = error_file_evidence(error_file)
     assert said is not None and said.message.startswith("ValueError") and "broken" in said.traceback
 
 

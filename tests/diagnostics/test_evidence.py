@@ -16,18 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ripstop.diagnostics.evidence import (
-    Memory,
-    exit_reason,
+    MemoryEvidence,
+    error_file_evidence,
+    evidence_of_failed_start,
+    exception_evidence,
     gather,
-    last_exception,
-    last_lines,
-    not_started,
-    oom_verdict,
-    parse_error_file,
-    read_error_file,
-    read_memory,
+    memory_evidence,
+    oom_evidence,
+    parse_error_evidence,
+    tail_evidence,
 )
-from ripstop.model.failure import Failure
+from ripstop.model.failure import Failure, exit_reason
 from ripstop.model.round import Address, Place
 from ripstop.model.text_formatting import clean, truncate_bytes, truncate_middle
 from ripstop.system.cgroup_memory import memory_cgroup_path
@@ -39,7 +38,7 @@ GIB = 1 << 30
 with_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch's own @record")
 
 
-def evidence(directory: Path, returncode: int, before: Memory | None = None, at: float = NOW) -> Failure:
+def evidence(directory: Path, returncode: int, before: MemoryEvidence | None = None, at: float = NOW) -> Failure:
     return gather(
         PLACE,
         1,
@@ -50,7 +49,7 @@ def evidence(directory: Path, returncode: int, before: Memory | None = None, at:
         logs=directory,
         error_file=directory / "error.json",
         stderr=directory / "stderr.log",
-        before=before or Memory(),
+        before=before or MemoryEvidence(),
     )
 
 
@@ -158,7 +157,7 @@ def test_an_error_file_that_torch_copied_from_a_child_is_parsed(tmp_path: Path) 
 
 def parsed(data: Any) -> tuple[str, str, float | None]:
     text = json.dumps(data).encode()
-    parsed = parse_error_file(text, len(text))
+    parsed = parse_error_evidence(text, len(text))
     return parsed.message, parsed.traceback, parsed.at
 
 
@@ -181,21 +180,21 @@ def test_an_invalid_timestamp_is_ignored(timestamp: Any) -> None:
     [b"[1]", b"7", b"{}", b'{"message": {"message": "ValueError: cut he', b"\xff\xfe\x00", b"[" * 100_000, b"1" * 9999],
 )
 def test_a_broken_error_file_is_reported_as_broken(data: bytes) -> None:
-    parsed = parse_error_file(data, len(data))
+    parsed = parse_error_evidence(data, len(data))
     assert parsed.message.startswith("the error file ")
     assert len(parsed.message.encode()) <= 2048
 
 
 def test_the_beginning_of_a_truncated_error_file_is_shown() -> None:
     data = b'{"message": {"message": "ValueError: cut he'
-    assert "ValueError: cut he" in parse_error_file(data, len(data)).message
+    assert "ValueError: cut he" in parse_error_evidence(data, len(data)).message
 
 
 @given(
     st.binary(max_size=300) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(repr).map(str.encode)
 )
 def test_no_content_of_an_error_file_raises(data: bytes) -> None:
-    parse_error_file(data, len(data)).message.encode()
+    parse_error_evidence(data, len(data)).message.encode()
 
 
 @given(
@@ -211,7 +210,7 @@ def test_no_content_of_an_error_file_raises(data: bytes) -> None:
 )
 def test_no_json_with_torchs_keys_raises(data: Any) -> None:
     text = json.dumps(data).encode()
-    parse_error_file(text, len(text)).traceback.encode()
+    parse_error_evidence(text, len(text)).traceback.encode()
 
 
 def test_only_a_part_of_a_huge_error_file_is_read(tmp_path: Path) -> None:
@@ -227,7 +226,7 @@ def test_an_error_file_that_is_a_pipe_or_a_directory_does_not_block(tmp_path: Pa
     os.mkfifo(tmp_path / "error.json")
     assert evidence(tmp_path, 1).message.endswith("is not a file")
     (tmp_path / "d").mkdir()
-    parsed = read_error_file(tmp_path / "d")
+    parsed = error_file_evidence(tmp_path / "d")
     assert parsed is not None
     assert parsed.message.endswith("is not a file")
 
@@ -287,7 +286,7 @@ def test_an_exception_is_found_after_torchs_rank_prefix() -> None:
         "[rank0]: remote process exited\n"
         "[rank0]:[W1] Warning: destroy_process_group() was not called\n"
     )
-    message, traceback = last_exception(text)
+    message, traceback = exception_evidence(text)
     assert message == "torch.distributed.DistBackendError: NCCL error"
     assert "remote process exited" in traceback
     assert "[rank0]" not in traceback.split("remote")[0]
@@ -295,14 +294,14 @@ def test_an_exception_is_found_after_torchs_rank_prefix() -> None:
 
 def test_of_several_exceptions_the_last_is_taken() -> None:
     first, second = ("Traceback (most recent call last):\n  File x\n" + name for name in ("AError: a\n\n", "BError\n"))
-    assert last_exception(first + second)[0] == "BError"
+    assert exception_evidence(first + second)[0] == "BError"
 
 
 @pytest.mark.parametrize(
     "text", ["", "Traceback (most recent call last):", "Traceback (most recent call last):\n  F\n"]
 )
 def test_an_incomplete_traceback_is_ignored(text: str) -> None:
-    assert last_exception(text) == ("", "")
+    assert exception_evidence(text) == ("", "")
 
 
 @given(st.text())
@@ -311,33 +310,41 @@ def test_any_text_can_be_cleaned_and_cut(text: str) -> None:
     assert not set(cleaned) & set("\x00\x07\x1b\r\x7f\x9b")
     assert len(truncate_bytes(cleaned, 10).encode()) <= 10
     assert len(truncate_middle(cleaned, 40).encode()) <= 40
-    last_lines(cleaned)
-    last_exception(cleaned)
+    tail_evidence(cleaned)
+    exception_evidence(cleaned)
 
 
 # memory
 
 
 def test_a_kill_with_a_higher_oom_count_is_attributed_to_the_oom_killer() -> None:
-    before, after = Memory(kills=1, limit=4 * GIB, peak=GIB), Memory(kills=2, limit=4 * GIB, peak=int(3.9 * GIB))
-    assert oom_verdict(before, after) == "killed by the kernel's OOM killer (cgroup limit 4.0 GiB, peak 3.9 GiB)"
-    assert oom_verdict(Memory(0), Memory(1)) == "killed by the kernel's OOM killer"
-    assert "machine" in oom_verdict(Memory(0, machine=True), Memory(1, machine=True))
+    before, after = (
+        MemoryEvidence(kills=1, limit=4 * GIB, peak=GIB),
+        MemoryEvidence(kills=2, limit=4 * GIB, peak=int(3.9 * GIB)),
+    )
+    assert oom_evidence(before, after) == "killed by the kernel's OOM killer (cgroup limit 4.0 GiB, peak 3.9 GiB)"
+    assert oom_evidence(MemoryEvidence(0), MemoryEvidence(1)) == "killed by the kernel's OOM killer"
+    assert "machine" in oom_evidence(MemoryEvidence(0, machine=True), MemoryEvidence(1, machine=True))
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(Memory(1), Memory(1)), (Memory(), Memory(1)), (Memory(1), Memory()), (Memory(0), Memory(1, machine=True))],
+    [
+        (MemoryEvidence(1), MemoryEvidence(1)),
+        (MemoryEvidence(), MemoryEvidence(1)),
+        (MemoryEvidence(1), MemoryEvidence()),
+        (MemoryEvidence(0), MemoryEvidence(1, machine=True)),
+    ],
 )
-def test_a_kill_without_a_higher_oom_count_is_not(before: Memory, after: Memory) -> None:
-    assert oom_verdict(before, after) == ""
+def test_a_kill_without_a_higher_oom_count_is_not(before: MemoryEvidence, after: MemoryEvidence) -> None:
+    assert oom_evidence(before, after) == ""
 
 
 def test_only_sigkill_is_attributed_to_memory(tmp_path: Path) -> None:
-    now = read_memory()
+    now = memory_evidence()
     if now.kills is None:
         pytest.skip("this kernel does not count OOM kills")
-    before = Memory(now.kills - 1, machine=now.machine)
+    before = MemoryEvidence(now.kills - 1, machine=now.machine)
     killed, crashed = evidence(tmp_path, -signal.SIGKILL, before), evidence(tmp_path, -signal.SIGSEGV, before)
     assert killed.oom == killed.message
     assert killed.oom.startswith("killed by the kernel's OOM killer")
@@ -349,10 +356,10 @@ import os, subprocess, sys
 from pathlib import Path
 from ripstop.model.text_formatting import clean, truncate_bytes, truncate_middle
 from ripstop.model.round import Address, Place
-from ripstop.diagnostics.evidence import gather, read_memory
+from ripstop.diagnostics.evidence import gather, memory_evidence
 
 Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
-before = read_memory()
+before = memory_evidence()
 code = subprocess.run([sys.executable, "-c", "b'x' * (200 << 20)"]).returncode
 nowhere = Path("/nowhere")
 place = Place(1, 0, 1, 0, 1, 1, 0, 1, Address("localhost", 1), 0)
@@ -382,6 +389,6 @@ def test_a_real_oom_kill_is_recognised(small_cgroup: Path) -> None:
 
 
 def test_a_worker_that_was_not_started_has_neither_code_nor_signal(tmp_path: Path) -> None:
-    failure = not_started(PLACE, 2, host="node1", at=NOW, why="no such program: tarin", logs=tmp_path)
+    failure = evidence_of_failed_start(PLACE, 2, host="node1", at=NOW, why="no such program: tarin", logs=tmp_path)
     assert (failure.rank, failure.exitcode, failure.signal, failure.pid) == (6, None, None, None)
     assert failure.message == "could not be started: no such program: tarin"

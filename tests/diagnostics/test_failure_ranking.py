@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from ripstop.diagnostics.failure_ranking import order, root_cause, trim
+from ripstop.diagnostics.failure_ranking import order, root_cause, trimmed_ranking
 from ripstop.model.failure import Failure
 
 OWN = Failure(
@@ -135,7 +135,7 @@ def test_without_failures_there_is_no_root_cause() -> None:
 
 
 def test_the_root_cause_is_sent_in_full_even_with_many_victims() -> None:
-    kept = trim([*(replace(victim(VICTIMS[0]), rank=rank) for rank in range(2, 200)), OWN])
+    kept = trimmed_ranking([*(replace(victim(VICTIMS[0]), rank=rank) for rank in range(2, 200)), OWN])
     assert kept[0] == OWN
     assert len(kept) == 64
     assert not kept[-1].traceback

@@ -15,7 +15,7 @@ import pytest
 
 from ripstop.diagnostics import flight_recorder_query, stack_parser
 from ripstop.diagnostics.flight_recorder_query import HANGING, FlightDump, query_ranks
-from ripstop.diagnostics.hang_analysis import describe_collectives, suspects_in_collectives
+from ripstop.diagnostics.hang_analysis import describe_hung_collectives, suspects_in_collectives
 from ripstop.model.config import Script, StartMethod
 from ripstop.workers.processes import Children
 from ripstop.workers.spawner import ProcessSpec, Spawner
@@ -101,7 +101,7 @@ def test_the_dumps_show_which_rank_waits_and_which_is_behind(stage) -> None:
     async def script(sockets: list[str]) -> None:
         found = await until(sockets, lambda found: "#2" in found[0].text)
         assert suspects_in_collectives(standing(found)) == {1}
-        assert describe_collectives(standing(found)) == (
+        assert describe_hung_collectives(standing(found)) == (
             "rank 0 is in all_reduce #2, not entered by rank 1 (last: all_reduce #1)"
         )
         assert found[0].text.splitlines() == [

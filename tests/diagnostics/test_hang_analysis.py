@@ -6,7 +6,7 @@ from ripstop.diagnostics.failure_ranking import order, root_cause
 from ripstop.diagnostics.failure_report import render
 from ripstop.diagnostics.hang_analysis import (
     describe,
-    describe_collectives,
+    describe_hung_collectives,
     suspect_ranks,
     suspects_in_collectives,
 )
@@ -161,17 +161,17 @@ def test_the_suspects_have_not_entered_the_collective(
 ) -> None:
     recorded = dict(enumerate(ranks))
     assert suspects_in_collectives(recorded) == suspects
-    assert describe_collectives(recorded) == text
+    assert describe_hung_collectives(recorded) == text
 
 
 def test_groups_with_a_suspect_come_first_and_the_rest_are_counted() -> None:
     ranks = {n: [inside(3, group=f"g{n // 2}")] for n in range(20)} | {21: [done(2, group="g7")]}
-    text = describe_collectives(ranks)
+    text = describe_hung_collectives(ranks)
     assert text.startswith(
         "ranks 14,15 are in all_reduce #3 of group g7, not entered by rank 21 (last: all_reduce #2); "
     )
     assert text.endswith("; 7 more groups")
-    assert describe_collectives({n: [inside(3, f"op{n}")] for n in range(9)}).endswith(", 6 more kinds")
+    assert describe_hung_collectives({n: [inside(3, f"op{n}")] for n in range(9)}).endswith(", 6 more kinds")
 
 
 # with stacks ----------------------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def test_stacks_are_written_after_the_log_directory_was_removed(tmp_path: Path, 
 
 def test_a_failed_inspection_is_repeated(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        hang_monitor, "code_location", fails_once(hang_monitor.code_location, RuntimeError("can't start new thread"))
+        hang_monitor, "stack_location", fails_once(hang_monitor.stack_location, RuntimeError("can't start new thread"))
     )
 
     async def script(monitor: HangMonitor, hung: Hung) -> None:

@@ -2,7 +2,14 @@
 
 import pytest
 
-from ripstop.diagnostics.progress import ActivitySample, Commits, HungWorker, ProgressTracker, WorkerProgress
+from ripstop.diagnostics.progress import (
+    ActivitySample,
+    Commits,
+    HungWorker,
+    ProgressTracker,
+    WorkerProgress,
+    progress_text,
+)
 
 STACK = "step (train.py:3)"
 
@@ -158,3 +165,26 @@ def test_calls_that_commit_nothing_have_no_age() -> None:
     progress.on_commit(0, 3, Commits(0, 0.0, 0, at=2.0), 2.0)
     found = progress.worker_progress(2.0)[0]
     assert (found.step, found.commits, found.commit_age) == (3, None, None)
+
+
+def progress(
+    step: int | None, rate: float = 0.0, *, step_age: float = 0.0, commit: float | None = None
+) -> WorkerProgress:
+    commits = Commits(1, 0.0, 0, 0.0) if commit is not None else None
+    return WorkerProgress(step, rate, 0.0, 1, step_age, commits, commit)
+
+
+def test_progress_is_that_of_the_rank_that_is_furthest_behind() -> None:
+    workers = {0: progress(120, 3.4), 1: progress(118, 3.2, commit=12.0), 2: progress(None)}
+    assert progress_text(workers) == "step 118, 3.3 steps/s, last commit 12 s ago"
+
+
+def test_slow_steps_and_silence_are_named() -> None:
+    assert progress_text({0: progress(5, 0.25)}) == "step 5, 4.0 s/step"
+    assert progress_text({0: progress(5, 0.25, step_age=39.0)}) == "step 5, 4.0 s/step"
+    assert progress_text({0: progress(5, 0.25, step_age=100.0)}) == "step 5, 4.0 s/step, no step for 1 min 40 s"
+
+
+def test_a_script_that_reports_no_steps_has_no_progress() -> None:
+    assert progress_text({}) == ""
+    assert progress_text({0: progress(None)}) == ""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.agent.query_handler import QueryHandler, Workers
+from ripstop.agent.query_handler import QueriedWorkers, QueryHandler
 from ripstop.diagnostics import hang_monitor, stack_dump
 from ripstop.diagnostics.hang_monitor import HangMonitor, MonitoredWorkers
 from ripstop.diagnostics.stack_parser import MAX_FRAMES
@@ -56,7 +56,7 @@ class Asleep:
         self.stage, self.start = stage, start
         self.logs = RoundLogs(stage.directory, Logs(), PLACE, "default", terminal=False)
 
-    async def __aenter__(self) -> Workers:
+    async def __aenter__(self) -> QueriedWorkers:
         self.logs.prepare()
         entry = Script(str(self.stage.script(WORKER)))
         self.children = Children().open()
@@ -67,7 +67,7 @@ class Asleep:
         self.pids = await self.spawner.spawn(births)
         await asyncio.to_thread(wait_until, lambda: all("asleep" in out.read_text() for out in outs) or None)
         await asyncio.to_thread(wait_until, lambda: all(map(is_asleep, self.pids)) or None)
-        return Workers(PLACE, tuple(self.pids), self.logs, {})
+        return QueriedWorkers(PLACE, tuple(self.pids), self.logs, {})
 
     async def __aexit__(self, *_: object) -> None:
         for pid in self.pids:
@@ -114,7 +114,7 @@ def test_without_both_the_kernel_state_is_used_and_no_worker_is_harmed(stage, mo
 def test_if_py_spy_fails_its_error_is_reported(stage, monkeypatch: pytest.MonkeyPatch) -> None:
     tool_that(stage, monkeypatch, "echo 'Permission denied: no ptrace' >&2; exit 1")
 
-    async def dump() -> stack_dump.ProcessStack:
+    async def dump() -> stack_dump.StackDump:
         async with Asleep(stage) as workers:
             return await stack_dump.dump_stack(workers.pids[0])
 
@@ -164,7 +164,7 @@ def test_a_dump_without_a_free_thread_has_a_reason(stage, monkeypatch: pytest.Mo
 
 def test_the_pid_of_a_worker_that_has_ended_is_not_dumped(stage) -> None:
     logs = RoundLogs(stage.directory, Logs(), PLACE, "default", terminal=False)
-    workers = Workers(PLACE, (os.getpid(), os.getpid()), logs, {}, ended=frozenset({0, 1}))
+    workers = QueriedWorkers(PLACE, (os.getpid(), os.getpid()), logs, {}, ended=frozenset({0, 1}))
     (found, _) = json.loads(asyncio.run(QueryHandler(lambda: workers).reply("stacks", "{}")))["ranks"]
     assert (found["stack"], found["state"]) == ("? (ended)", "")
 
@@ -174,7 +174,7 @@ def test_the_pid_of_a_worker_that_has_ended_is_not_dumped(stage) -> None:
 )
 def test_a_rank_of_another_node_has_no_stack(stage, details: dict[str, object], why: str) -> None:
     logs = RoundLogs(stage.directory, Logs(), PLACE, "default", terminal=False)
-    workers = Workers(PLACE, (1, 2), logs, {})
+    workers = QueriedWorkers(PLACE, (1, 2), logs, {})
     with pytest.raises(QueryFailed, match=why):
         asyncio.run(QueryHandler(lambda: workers).reply("stacks", json.dumps(details)))
 

@@ -11,10 +11,10 @@ from ripstop.diagnostics.stack_parser import (
     Frame,
     Thread,
     as_text,
-    code_location,
     from_faulthandler,
     from_py_spy,
     main_frames,
+    stack_location,
 )
 
 SITE = "/venv/lib/python3.11/site-packages/"
@@ -37,7 +37,7 @@ STEP, SCRIPT = Frame("step", "/home/me/train.py", 41), Frame("<module>", "/home/
     ],
 )
 def test_the_location_of_a_worker_is_in_the_users_code(frames: tuple[Frame, ...], expected: CodeLocation) -> None:
-    assert code_location(frames) == expected
+    assert stack_location(frames) == expected
 
 
 def test_a_dump_of_py_spy_is_parsed() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ripstop.diagnostics import timer_pipe
-from ripstop.diagnostics.timer_pipe import ExpiredTimer, Pipe, Watchdog, in_use, reason
+from ripstop.diagnostics.timer_pipe import ExpiredTimer, Pipe, Watchdog, is_pipe_in_use, watchdog_reason
 from ripstop.model.errors import UsageError
 
 DEADLINE_S = 120.0
@@ -128,8 +128,8 @@ def test_timers_above_the_limit_are_rejected_and_logged_once(
 
 
 def test_the_first_signal_that_an_expired_timer_requests_is_sent() -> None:
-    assert reason([ExpiredTimer("a", 1, 0), ExpiredTimer("b", 2, 15), ExpiredTimer("c", 3, 9)])[1] == 15
-    why, signum = reason([ExpiredTimer(f"s{n}\x1b[31m", n, 0) for n in range(9)])
+    assert watchdog_reason([ExpiredTimer("a", 1, 0), ExpiredTimer("b", 2, 15), ExpiredTimer("c", 3, 9)])[1] == 15
+    why, signum = watchdog_reason([ExpiredTimer(f"s{n}\x1b[31m", n, 0) for n in range(9)])
     assert signum == 0 and "no signal was requested" in why
     assert "and 4 more" in why and "\x1b" not in why
 
@@ -139,7 +139,7 @@ def test_the_pipe_is_private_and_a_stale_one_is_replaced(tmp_path: Path) -> None
     os.mkfifo(path, 0o666)
     pipe = Pipe(path)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert in_use(path)
+    assert is_pipe_in_use(path)
     with pytest.raises(UsageError, match="another agent uses this pipe; choose another path"):
         Pipe(path)
     pipe.close()

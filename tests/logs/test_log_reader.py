@@ -85,7 +85,7 @@ def test_waiting_ends_when_the_file_is_finished(path: Path) -> None:
 
     async def scenario() -> None:
         finished = asyncio.get_running_loop().create_future()
-        waiting = asyncio.create_task(log_reader.wait_until_larger(path, 1, DEADLINE, finished))
+        waiting = asyncio.create_task(log_reader.wait_for_larger_log(path, 1, DEADLINE, finished))
         done, _ = await asyncio.wait([waiting], timeout=0.05)
         assert not done
         finished.set_result(None)
@@ -117,7 +117,7 @@ def test_waiting_ends_when_the_file_grows(path: Path, watched: bool, monkeypatch
     path.write_text("a")
 
     async def scenario() -> None:
-        waiting = asyncio.create_task(log_reader.wait_until_larger(path, 1, DEADLINE))
+        waiting = asyncio.create_task(log_reader.wait_for_larger_log(path, 1, DEADLINE))
         await asyncio.sleep(0)
         with path.open("a") as file:
             file.write("b")
@@ -140,7 +140,7 @@ def test_a_file_is_opened_once_for_a_hundred_callers(path: Path) -> None:
         return count
 
     async def scenario() -> int:
-        waiting = [asyncio.create_task(log_reader.wait_until_larger(path, 1, DEADLINE)) for _ in range(100)]
+        waiting = [asyncio.create_task(log_reader.wait_for_larger_log(path, 1, DEADLINE)) for _ in range(100)]
         await asyncio.sleep(0.2)  # for more descriptors than there should be
         for cancelled in waiting[:50]:
             cancelled.cancel()
@@ -162,7 +162,7 @@ def test_a_file_is_opened_once_for_a_hundred_callers(path: Path) -> None:
 
 def test_a_missing_file_is_an_error(path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        asyncio.run(log_reader.wait_until_larger(path, 0, DEADLINE))
+        asyncio.run(log_reader.wait_for_larger_log(path, 0, DEADLINE))
 
 
 def test_a_file_server_that_hangs_blocks_neither_the_loop_nor_its_end(
@@ -173,7 +173,7 @@ def test_a_file_server_that_hangs_blocks_neither_the_loop_nor_its_end(
     monkeypatch.setattr(log_reader, "GrowthWatch", lambda: go.wait(DEADLINE) and GrowthWatch())
     began = time.monotonic()
     try:
-        asyncio.run(log_reader.wait_until_larger(path, 1, 0.05))
+        asyncio.run(log_reader.wait_for_larger_log(path, 1, 0.05))
         assert time.monotonic() - began < DEADLINE / 2
     finally:
         go.set()
@@ -181,5 +181,5 @@ def test_a_file_server_that_hangs_blocks_neither_the_loop_nor_its_end(
 
 def test_waiting_ends_with_its_timeout(path: Path) -> None:
     path.write_text("a")
-    asyncio.run(log_reader.wait_until_larger(path, 1, 0.05))
+    asyncio.run(log_reader.wait_for_larger_log(path, 1, 0.05))
     assert path.read_text() == "a"

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ripstop.logs.console import RESERVED_BYTES, Console, Prefixer, _Copier, _LogFile
-from ripstop.logs.directory import KeptLogs, LogDirectory, RoundLogs, file_name
+from ripstop.logs.directory import KeptRoundLogs, LogDirectory, RoundLogs, directory_name
 from ripstop.model.config import Logs, OutputStreams, StreamMap
 from ripstop.model.errors import StartError, UsageError
 from ripstop.model.round import Address, Place
-from ripstop.system.linux import reserve_range
+from ripstop.system.disk_space import reserve_disk_space
 from ripstop.system.safe_files import replace_file
 
 PLACE = Place(2, 1, 2, 4, 8, 2, 4, 8, Address("localhost", 29500), 1)
@@ -48,7 +48,7 @@ def test_a_worker_that_goes_on_in_place_keeps_its_files_until_it_is_replaced(tmp
     old, middle, new = (
         RoundLogs(tmp_path, Logs(), replace(PLACE, round=round), "default", terminal=False) for round in (2, 3, 4)
     )
-    logs = KeptLogs(new, {0: KeptLogs(middle, {0: old})})  # local rank 0 goes on for the second time
+    logs = KeptRoundLogs(new, {0: KeptRoundLogs(middle, {0: old})})  # local rank 0 goes on for the second time
     logs.prepare()
     assert [logs.stderr(0), logs.stderr(1)] == [old.stderr(0), new.stderr(1)]
     assert logs.error_file(0) == old.error_file(0)
@@ -92,12 +92,12 @@ def test_an_earlier_runs_logs_and_errors_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("run_id", ["../../etc", "a/b", "..", "", "x" * 300, "naïve id", "a\x00b", "\udcff"])
 def test_any_run_id_becomes_one_safe_file_name(run_id: str) -> None:
-    assert re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}", file_name(run_id))
+    assert re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}", directory_name(run_id))
 
 
 def test_different_run_ids_have_different_names() -> None:
-    assert file_name("job-7.a") == "job-7.a"
-    assert len({file_name(run_id) for run_id in ("a/b", "a_b", "a b", "a\\b")}) == 4
+    assert directory_name("job-7.a") == "job-7.a"
+    assert len({directory_name(run_id) for run_id in ("a/b", "a_b", "a b", "a\\b")}) == 4
 
 
 def test_an_unusable_log_directory_is_rejected_in_one_line(tmp_path: Path) -> None:
@@ -371,7 +371,7 @@ def append(path: Path, data: bytes) -> None:
 def reserve(path: Path) -> None:
     """As `RoundLogs.prepare` does."""
     with path.open("ab") as file:
-        assert reserve_range(file.fileno(), path.stat().st_size, path.stat().st_size + RESERVED_BYTES)
+        assert reserve_disk_space(file.fileno(), path.stat().st_size, path.stat().st_size + RESERVED_BYTES)
     if disk_bytes(path) < RESERVED_BYTES:
         pytest.skip("the file system cannot reserve space")
 
@@ -639,11 +639,11 @@ def test_lines_that_an_orphan_appends_while_space_is_released_are_kept(
 
 
 def full_after_one_file() -> Callable[[int, int, int], bool]:
-    """Replaces `reserve_range`: the disk has space for the first file only."""
+    """Replaces `reserve_disk_space`: the disk has space for the first file only."""
     answers = iter([True])
 
     def reserve_first(fd: int, start: int, end: int) -> bool:
-        return next(answers, False) and reserve_range(fd, start, end)
+        return next(answers, False) and reserve_disk_space(fd, start, end)
 
     return reserve_first
 
@@ -652,7 +652,7 @@ def full_after_one_file() -> Callable[[int, int, int], bool]:
 def test_no_space_stays_reserved_if_the_disk_is_too_small_for_all_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requested: bool
 ) -> None:
-    monkeypatch.setattr("ripstop.logs.directory.reserve_range", full_after_one_file())
+    monkeypatch.setattr("ripstop.logs.directory.reserve_disk_space", full_after_one_file())
     logs = round_logs(tmp_path, Logs(redirects=StreamMap(OutputStreams.OUT if requested else OutputStreams.NONE)))
     if requested:
         with pytest.raises(StartError, match="No space left"):

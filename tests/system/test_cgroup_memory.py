@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.diagnostics.evidence import Memory, read_memory
+from ripstop.diagnostics.evidence import MemoryEvidence, memory_evidence
 from ripstop.system.cgroup_memory import MemoryCgroup, available_memory, memory_cgroup_path, memory_cgroups
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -51,7 +51,7 @@ def test_a_limit_of_version_1_is_read(root: Path) -> None:
     write(root / V1 / "docker/abc", v1_cgroup(4 * GIB))
     assert next(memory_cgroups(root)) == MemoryCgroup(limit=4 * GIB, used=2 * GIB, peak=3 * GIB + MIB, oom_kills=5)
     assert available_memory(root) == 2 * GIB
-    assert read_memory(root) == Memory(kills=5, limit=4 * GIB, peak=3 * GIB + MIB)
+    assert memory_evidence(root) == MemoryEvidence(kills=5, limit=4 * GIB, peak=3 * GIB + MIB)
 
 
 def test_a_limit_of_version_2_is_read(root: Path) -> None:
@@ -59,21 +59,21 @@ def test_a_limit_of_version_2_is_read(root: Path) -> None:
     write(root / V2 / "user.slice/job:7.scope", v2_cgroup(8 * GIB))
     assert next(memory_cgroups(root)) == MemoryCgroup(limit=8 * GIB, used=2 * GIB, peak=3 * GIB + MIB, oom_kills=2)
     assert available_memory(root) == 6 * GIB
-    assert read_memory(root) == Memory(kills=2, limit=8 * GIB, peak=3 * GIB + MIB)
+    assert memory_evidence(root) == MemoryEvidence(kills=2, limit=8 * GIB, peak=3 * GIB + MIB)
 
 
 def test_no_limit_of_version_1_is_none(root: Path) -> None:
     write(root / "proc/self", {"cgroup": HYBRID})
     write(root / V1 / "docker/abc", v1_cgroup(9223372036854771712))
     assert available_memory(root) == 64 * GIB
-    assert read_memory(root).limit is None
+    assert memory_evidence(root).limit is None
 
 
 def test_no_limit_of_version_2_is_none(root: Path) -> None:
     write(root / "proc/self", {"cgroup": "0::/job\n"})
     write(root / V2 / "job", v2_cgroup("max"))
     assert available_memory(root) == 64 * GIB
-    assert read_memory(root).limit is None
+    assert memory_evidence(root).limit is None
 
 
 def test_a_lower_limit_of_a_cgroup_above_counts(root: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_lower_limit_of_a_cgroup_above_counts(root: Path) -> None:
     write(root / V2 / "pod", v2_cgroup(6 * GIB, used=5 * GIB, kills=7))
     write(root / V2 / "pod/container", v2_cgroup("max"))
     assert available_memory(root) == 2 * GIB
-    assert read_memory(root).kills == 2, "those of this process's own cgroup"
+    assert memory_evidence(root).kills == 2, "those of this process's own cgroup"
 
 
 @pytest.mark.parametrize(
@@ -94,14 +94,14 @@ def test_in_a_container_that_has_the_host_s_path_the_mounted_cgroup_counts(
     write(root / "proc/self", {"cgroup": path})
     write(root / mount, files)
     assert available_memory(root) == 2 * GIB
-    assert read_memory(root).limit == 4 * GIB
+    assert memory_evidence(root).limit == 4 * GIB
 
 
 @pytest.mark.parametrize("path", ["", "0::/\n", HYBRID])
 def test_without_a_memory_cgroup_the_machine_counts(root: Path, path: str) -> None:
     write(root / "proc/self", {"cgroup": path})
     assert available_memory(root) == 64 * GIB
-    assert read_memory(root) == Memory(kills=3, machine=True)
+    assert memory_evidence(root) == MemoryEvidence(kills=3, machine=True)
 
 
 def test_a_cgroup_over_its_limit_has_nothing_left(root: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_cgroup_over_its_limit_has_nothing_left(root: Path) -> None:
 def test_a_kernel_that_does_not_count_oom_kills(root: Path) -> None:
     write(root / "proc/self", {"cgroup": HYBRID})
     write(root / V1 / "docker/abc", v1_cgroup(4 * GIB) | {"memory.oom_control": "oom_kill_disable 0\nunder_oom 0\n"})
-    assert read_memory(root) == Memory(kills=3, machine=True)
+    assert memory_evidence(root) == MemoryEvidence(kills=3, machine=True)
     assert available_memory(root) == 2 * GIB
 
 

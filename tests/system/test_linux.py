@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from pathlib import Path
 
 from ripstop.system import linux
 
@@ -28,3 +29,10 @@ def test_a_session_has_processes_until_its_last_one_is_reaped() -> None:
         leader.kill()
     assert not linux.has_processes({leader.pid})
     assert linux.has_processes({os.getsid(0)})
+
+
+def test_a_child_whose_parent_died_before_the_parent_death_signal_was_set_does_not_start(tmp_path: Path) -> None:
+    mark = tmp_path / "began"
+    orphan = subprocess.call(["touch", mark], preexec_fn=linux.exit_with_parent(os.getppid()))  # as if adopted
+    child = subprocess.call(["true"], preexec_fn=linux.exit_with_parent(os.getpid()))
+    assert (orphan, mark.exists(), child) == (1, False, 0)

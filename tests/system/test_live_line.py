@@ -10,7 +10,8 @@ from typing import Self
 
 import pytest
 
-from ripstop.system.live_line import LiveLine, can_show, cut, has_colors
+from ripstop.system.live_line import LiveLine, can_show
+from ripstop.system.stderr_terminal import has_colors
 
 WIDTH = 40
 
@@ -134,13 +135,6 @@ def test_a_stopped_terminal_delays_hiding_by_a_second_at_most() -> None:
         termios.tcflow(terminal.fd, termios.TCOON)
         live.close()
         assert terminal.lines() == [""]
-
-
-def test_text_is_cut_by_columns() -> None:
-    assert cut("abc", 3) == "abc"
-    assert cut("abcd", 3) == "ab…"
-    assert cut("漢漢漢", 4) == "漢…"
-    assert cut(" a \n b ", 9) == "a b"
 
 
 def test_colours_and_the_live_line_need_a_terminal() -> None:

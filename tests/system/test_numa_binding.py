@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from ripstop.model.config import Binding, Numa, Script, StartMethod
 from ripstop.model.errors import UsageError
+from ripstop.model.text_formatting import cpu_ranges
 from ripstop.system.gpus import GpuDevice, visible_to_cuda
-from ripstop.system.linux import memory_policy_call
-from ripstop.system.numa_binding import Cpu, Topology, bindings, format_ranges, parse_ranges
-from ripstop.system.numa_topology import read_topology, visible_gpus
+from ripstop.system.linux import memory_policy_syscall
+from ripstop.system.numa_binding import Cpu, Topology, bindings
+from ripstop.system.numa_topology import gpu_numa_nodes, parse_cpu_ranges, read_topology
 from ripstop.workers.group import Exit, Group
 from ripstop.workers.spawner import ProcessSpec
 from tests.worker_fixtures import Stage, new_spawner
@@ -41,13 +42,13 @@ def machine(
         for thread in range(threads)
         for core in range(all_cores)
     ]
-    forbidden = parse_ranges(without)
+    forbidden = parse_cpu_ranges(without)
     return Topology(tuple(cpu for cpu in cpus if cpu.number not in forbidden), frozenset(range(sockets * nodes)))
 
 
 def bound(mode: Numa, topology: Topology, gpu_nodes: list[int], slots: int | None = None) -> list[str]:
     found = bindings(NAME, mode, topology, gpu_nodes, len(gpu_nodes) if slots is None else slots)
-    return [format_ranges(binding.cpus) for binding in found]
+    return [cpu_ranges(binding.cpus) for binding in found]
 
 
 # simulated machines -------------------------------------------------------------------------------------------------
@@ -181,7 +182,7 @@ def test_an_impossible_binding_is_a_usage_error(
 
 @given(st.frozensets(st.integers(0, 300)))
 def test_ranges_are_parsed_and_formatted_as_the_kernel_does(numbers: frozenset[int]) -> None:
-    assert numbers == (parse_ranges(format_ranges(numbers)) if numbers else frozenset())
+    assert numbers == (parse_cpu_ranges(cpu_ranges(numbers)) if numbers else frozenset())
 
 
 # reading a machine --------------------------------------------------------------------------------------------------
@@ -234,7 +235,7 @@ def test_a_machine_that_cannot_be_read_is_a_clear_error(tmp_path: Path) -> None:
 
 
 def test_without_nvml_and_driver_gpus_are_read_from_the_pci_bus(sys_tree: Path, no_nvml: None) -> None:
-    gpus = visible_gpus({}, sys_tree, sys_tree / "nothing")
+    gpus = gpu_numa_nodes({}, sys_tree, sys_tree / "nothing")
     assert gpus.nodes == (1, 0, 0)
     assert gpus.note == "the kernel reports no NUMA node for GPU 0000:04:00.0: using 0"
 
@@ -243,9 +244,9 @@ def test_the_drivers_list_of_gpus_is_used_without_nvml(sys_tree: Path, no_nvml: 
     proc = sys_tree / "proc"
     write(proc, "0000:02:00.0/information", "Model: \t\t NVIDIA H200\nGPU UUID:   \t GPU-bb")
     write(proc, "0000:01:00.0/information", "Model: \t\t NVIDIA H100\nGPU UUID:   \t GPU-aa")
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-b,0"}, sys_tree, proc).nodes == (0, 1)
-    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in visible_gpus({}, sys_tree, proc).note
-    assert visible_gpus({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, sys_tree, proc).note == ""
+    assert gpu_numa_nodes({"CUDA_VISIBLE_DEVICES": "GPU-b,0"}, sys_tree, proc).nodes == (0, 1)
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in gpu_numa_nodes({}, sys_tree, proc).note
+    assert gpu_numa_nodes({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, sys_tree, proc).note == ""
 
 
 def test_nvml_is_preferred(sys_tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,13 +269,13 @@ def test_nvml_is_preferred(sys_tree: Path, monkeypatch: pytest.MonkeyPatch) -> N
         nvmlDeviceGetMigDeviceHandleByIndex=no_mig,
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert visible_gpus({}, sys_tree, sys_tree / "nothing").nodes == (0, 1)
+    assert gpu_numa_nodes({}, sys_tree, sys_tree / "nothing").nodes == (0, 1)
 
 
 def test_a_gpu_whose_node_cannot_be_read_is_a_clear_error(sys_tree: Path, no_nvml: None) -> None:
     write(sys_tree / "proc", "0000:77:00.0/information", "")
     with pytest.raises(UsageError, match=r"NUMA node of GPU 0000:77:00\.0 cannot be read"):
-        visible_gpus({}, sys_tree, sys_tree / "proc")
+        gpu_numa_nodes({}, sys_tree, sys_tree / "proc")
 
 
 @pytest.fixture
@@ -345,7 +346,7 @@ def test_a_worker_its_threads_and_its_memory_are_bound(stage: Stage, start: Star
     assert (end.exitcode, err) == (0, "")
     cpus, threads_cpus, policy, nodes = json.loads(out)
     assert cpus == threads_cpus == [last.number]
-    if memory is not None and memory_policy_call() is not None and policy != -1:
+    if memory is not None and memory_policy_syscall() is not None and policy != -1:
         assert (policy, nodes) == (1, 1 << memory)
 
 
@@ -375,7 +376,7 @@ def test_bindings_equal_torchs_on_a_machine_with_gpus() -> None:
     theirs = pytest.importorskip("torch.numa.binding")
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")
-    gpus, topology = visible_gpus(os.environ), read_topology()
+    gpus, topology = gpu_numa_nodes(os.environ), read_topology()
     assert len(gpus.nodes) == torch.cuda.device_count()
     for mode in Numa:
         options = theirs.NumaOptions(affinity_mode=theirs.AffinityMode(mode.value))

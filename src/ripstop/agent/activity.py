@@ -1,11 +1,15 @@
 """What this node does now, as one line for people: what it waits for, since when, and what ends the wait.  Pure."""
 
-from collections.abc import Mapping
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from ripstop.diagnostics.progress import WorkerProgress
+from ripstop.agent.machine_state import WorkersState
+from ripstop.model.text_formatting import elapsed
+
+if TYPE_CHECKING:
+    from ripstop.agent.machine import Agent
 
 FIRST_LINE_S = 30.0  # after which an activity is logged where there is no live line; then at twice the time
 MAX_INTERVAL_S = 600.0  # between two of these lines
@@ -36,6 +40,30 @@ class Activity(Struct, frozen=True):
     round: int = 0
 
 
+def node_activity(agent: "Agent") -> Activity:
+    """What this node does, as far as the machine knows it."""
+    round, timing = agent.place.round if agent.place else 0, agent.settings.timing
+    match agent.state:
+        case WorkersState.RUNNING:
+            return Activity(ActivityKind.TRAINING, round=round)
+        case WorkersState.STOPPING:
+            return Activity(ActivityKind.STOPPING, limit=timing.shutdown, round=round)
+        case WorkersState.FAILED:
+            return Activity(ActivityKind.CLOSING, f"a worker of round {round} failed; the coordinator decides")
+        case WorkersState.SUCCEEDED:
+            return Activity(ActivityKind.CLOSING, "all workers of this node exited 0; other nodes still train")
+    if agent.is_leaving() or agent.state is WorkersState.OVER:
+        return Activity(ActivityKind.CLOSING, "the workers of this node have stopped; waiting for the report")
+    if not agent.is_warm:
+        return Activity(ActivityKind.WARMING_UP, "importing the modules of the script")
+    if not agent.is_connected:
+        return Activity(ActivityKind.CONNECTING, agent.connection_error, agent.coordinator_timeout())
+    if problems := agent.problem_texts():
+        limit = None if agent.passed_health_check else timing.join
+        return Activity(ActivityKind.UNHEALTHY, "; ".join(problems), limit)
+    return Activity(ActivityKind.WAITING, agent.notice)
+
+
 def describe(activity: Activity, seconds: float) -> str:
     """The line of an activity that began `seconds` ago; empty if there is nothing to say."""
     kind, detail = activity.kind, activity.detail
@@ -54,30 +82,3 @@ def next_line_after(kind: ActivityKind, seconds: float) -> float:
     while due <= seconds and due < MAX_INTERVAL_S:
         due *= 2
     return due if due > seconds else due + ((seconds - due) // MAX_INTERVAL_S + 1) * MAX_INTERVAL_S
-
-
-def progress_text(workers: Mapping[int, WorkerProgress]) -> str:
-    """The steps of this node's workers; empty if they report none."""
-    steps = [worker for worker in workers.values() if worker.step is not None]
-    if not steps:
-        return ""
-    slowest = min(steps, key=lambda worker: worker.step or 0)
-    rates = [worker.rate for worker in steps if worker.rate]
-    parts = [f"step {slowest.step}"]
-    if rates:
-        rate = sum(rates) / len(rates)
-        parts.append(f"{rate:.1f} steps/s" if rate >= 1 else f"{1 / rate:.1f} s/step")
-    ages = [worker.commit_age for worker in steps if worker.commit_age is not None]
-    if ages:
-        parts.append(f"last commit {elapsed(max(ages))} ago")
-    silent = max(worker.step_age or 0.0 for worker in steps)
-    if silent > max(10.0, 10 / (min(rates) if rates else 1.0)):
-        parts.append(f"no step for {elapsed(silent)}")
-    return ", ".join(parts)
-
-
-def elapsed(seconds: float) -> str:
-    """`8 s`, `3 min 20 s`, `1 h 12 min`."""
-    from ripstop.report.formats import duration  # imports datetime
-
-    return duration(int(seconds)) if seconds >= 10 else f"{int(seconds)} s"

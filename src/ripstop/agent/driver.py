@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 import ripstop
 from ripstop.agent import machine_status
-from ripstop.agent.activity import Activity, ActivityKind
+from ripstop.agent.activity import Activity, ActivityKind, node_activity
 from ripstop.agent.activity_reporter import ActivityReporter
 from ripstop.agent.event_recorder import EventRecorder
 from ripstop.agent.health.assessment import problems
@@ -135,7 +135,7 @@ class AgentDriver:
         self._faults = self._open_fault_injector() if config.allow_chaos else None
         self._health_probe = HealthProbe(config.health, str(directory.path), environ)
         self._health_checks: asyncio.Task[None] | None = None
-        self._signals = _signals_to_handle(config.signals)
+        self._signals = _agent_signals(config.signals)
         self._memory: tuple[Memory, float] | None = None  # of the coordinator, for the next one; when it came
         self._last_message: Left | None = None  # sent when the log followers are done
 
@@ -176,7 +176,7 @@ class AgentDriver:
 
     def _activity(self) -> tuple[Activity, bool]:
         """What this node does, and whether a live line can show it.  Only the node of rank 0 logs its steps."""
-        activity = machine_status.activity(self._machine)
+        activity = node_activity(self._machine)
         is_shown = self._console.live is not None and not self._runner.workers_have_terminal
         match activity.kind:
             case ActivityKind.CONNECTING:
@@ -388,7 +388,7 @@ def _agent_started(config: RunConfig) -> AgentStarted:
     )
 
 
-def _signals_to_handle(names: Iterable[str]) -> list[signal.Signals]:
+def _agent_signals(names: Iterable[str]) -> list[signal.Signals]:
     """None outside the main thread, where Python delivers signals; no SIGHUP under nohup, which ignores it."""
     if threading.current_thread() is not threading.main_thread():
         return []

@@ -23,8 +23,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from ripstop.agent.event_recorder import EventRecorder
-from ripstop.agent.health.command import exit_with_parent
-from ripstop.agent.query_handler import Workers
+from ripstop.agent.query_handler import QueriedWorkers
 from ripstop.model.errors import QueryFailed
 from ripstop.model.events import FaultEnded, FaultInjected
 from ripstop.model.fault_injection import EXIT_SIGNAL, Fault, FaultKind, Injection
@@ -58,7 +57,7 @@ class FaultInjector:
     def __init__(
         self,
         *,
-        find_workers: Callable[[], Workers | None],
+        find_workers: Callable[[], QueriedWorkers | None],
         signal_worker: Callable[[int, int], None],
         link: Link,
         recorder: EventRecorder,
@@ -160,7 +159,7 @@ class FaultInjector:
     async def _stop_worker(self, pid: int, seconds: float) -> str:
         self._signal_worker(pid, signal.SIGSTOP)
         try:
-            return await _end_within(pid, seconds)
+            return await _wait_for_fault_end(pid, seconds)
         finally:
             self._signal_worker(pid, signal.SIGCONT)
 
@@ -168,16 +167,16 @@ class FaultInjector:
         loop, stopped = asyncio.get_running_loop(), SLOW_PERIOD_S * percent / 100
         end, why = loop.time() + seconds, ""
         while loop.time() < end and not why:
-            why = await self._stop_worker(pid, stopped) or await _end_within(pid, SLOW_PERIOD_S - stopped)
+            why = await self._stop_worker(pid, stopped) or await _wait_for_fault_end(pid, SLOW_PERIOD_S - stopped)
         return why
 
     async def _exhaust_memory(self, pid: int, group: Path, seconds: float) -> str:
         """Memory that the worker has is not counted in its new cgroup; what it allocates from now on is."""
         try:
             _move(pid, group)
-            return await _end_within(pid, seconds) or "the worker allocated too little to be killed"
+            return await _wait_for_fault_end(pid, seconds) or "the worker allocated too little to be killed"
         finally:
-            _close_cgroup(group)
+            _close_fault_cgroup(group)
 
     # the agent --------------------------------------------------------------------------------------------------------
 
@@ -191,7 +190,7 @@ class FaultInjector:
         process = subprocess.Popen(  # noqa: ASYNC220  # not in a thread: it ends with the thread that started it
             [sys.executable, "-ISc", STOP_AGENT, str(os.getpid()), str(REPLY_TIME_S), str(seconds)],
             stdin=subprocess.DEVNULL,
-            preexec_fn=exit_with_parent(os.getpid()),  # noqa: PLW1509  # it only calls prctl and getppid
+            preexec_fn=linux.exit_with_parent(os.getpid()),  # noqa: PLW1509  # it only calls prctl and getppid
         )
         await run_in_daemon_thread(process.wait, timeout=None)
         return ""
@@ -220,7 +219,7 @@ class _Impossible(Exception):
     """Why this machine cannot inject the fault."""
 
 
-async def _end_within(pid: int, seconds: float) -> str:
+async def _wait_for_fault_end(pid: int, seconds: float) -> str:
     """Wait for this time, or until the process ends; a remark if it ended."""
     try:
         pidfd = os.pidfd_open(pid)
@@ -264,7 +263,7 @@ def _move(pid: int, group: Path) -> None:
     (group / "cgroup.procs").write_text(str(pid))
 
 
-def _close_cgroup(group: Path) -> None:
+def _close_fault_cgroup(group: Path) -> None:
     """Move the worker and its children back; they may fork meanwhile."""
     for _ in range(MAX_MOVES):
         for pid in (group / "cgroup.procs").read_text().split():
@@ -283,7 +282,7 @@ def _unnamed_file(directory: Path) -> BinaryIO:
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            if _is_in_memory(fd):
+            if _fault_would_fill_memory(fd):
                 raise _Impossible(f"{directory} is in memory; choose a directory on disk with --log-dir")
             return TemporaryFile(dir=f"/proc/self/fd/{fd}", buffering=0)
         finally:
@@ -292,7 +291,7 @@ def _unnamed_file(directory: Path) -> BinaryIO:
         raise _Impossible(f"no file can be made in {directory}: {error.strerror}") from error
 
 
-def _is_in_memory(fd: int) -> bool:
+def _fault_would_fill_memory(fd: int) -> bool:
     """Whether this directory is in memory: the fault must fill a disk, and nothing else."""
     device = os.fstat(fd).st_dev
     for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():

@@ -72,12 +72,11 @@ from ripstop.agent.machine_state import (
     TERMINAL_SIGNALS,
     AgentSettings,
     WorkersState,
-    signal_name,
 )
-from ripstop.diagnostics.failure_ranking import trim
+from ripstop.diagnostics.failure_ranking import trimmed_ranking
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.round import Outcome, Place
-from ripstop.model.text_formatting import rank_list
+from ripstop.model.text_formatting import rank_list, signal_name
 from ripstop.protocol import messages
 
 FINAL_REPORT_TIMEOUT_S = 5.0  # wait for the coordinator's report when the job's end is known without it
@@ -174,7 +173,7 @@ class Agent:
             case WorkersFailed(round, failures):
                 return self._on_workers_failed(round, failures)
             case WorkersInspected(round, failures):
-                return self._send(messages.Inspected(round, trim(failures)))
+                return self._send(messages.Inspected(round, trimmed_ranking(failures)))
             case WorkersSucceeded(round) if self._has_workers_of(round) and self.state is WorkersState.RUNNING:
                 self.state = WorkersState.SUCCEEDED
                 return self._send(messages.Succeeded(round))
@@ -249,7 +248,7 @@ class Agent:
             ready=None if self.is_leaving() else self._ready,
             held=place,
             status=status,
-            failures=trim(self._failures) if status is messages.Status.FAILED else (),
+            failures=trimmed_ranking(self._failures) if status is messages.Status.FAILED else (),
             closing=self._closing,
             problems=self.problem_texts(),
             health_interval=self.settings.health_interval,
@@ -301,7 +300,7 @@ class Agent:
         if self.state is WorkersState.SUCCEEDED:
             why = f"all workers of this node exited 0, and no coordinator was reachable for {timeout:g} s"
             return self._exit_with(ExitAgent(0, why))
-        return self._exit_with(ExitAgent(1, machine_status.no_coordinator_text(self, timeout)))
+        return self._exit_with(ExitAgent(1, machine_status.reason_to_give_up(self, timeout)))
 
     # the store port ---------------------------------------------------------------------------------------------------
 
@@ -403,7 +402,7 @@ class Agent:
         self._reforming -= self._failed_ranks()
         if self.state in (WorkersState.RUNNING, WorkersState.FAILED):
             self.state = WorkersState.FAILED
-            return self._send(messages.Failed(round, trim(failures)))
+            return self._send(messages.Failed(round, trimmed_ranking(failures)))
         return []  # the workers are being stopped: `Stopped` reports the failures
 
     def _failed_ranks(self) -> set[int]:
@@ -424,7 +423,7 @@ class Agent:
         if self._leave_signal:
             return self._exit_with(ExitAgent(128 + self._leave_signal, signal_name(self._leave_signal)))
         if self._closing:
-            return self._send(messages.Stopped(trim(self._failures)))
+            return self._send(messages.Stopped(trimmed_ranking(self._failures)))
         if self._next:
             place, why = self._next
             self._next = None

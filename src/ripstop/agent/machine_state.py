@@ -9,7 +9,6 @@ from ripstop.model.round import Node, RankBy
 from ripstop.protocol.messages import Status
 
 SIGTERM = 15
-SIGNAL_NAMES = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 10: "SIGUSR1", 12: "SIGUSR2", SIGTERM: "SIGTERM"}
 TERMINAL_SIGNALS = (2, 3)  # SIGINT, SIGQUIT: a person waits
 
 
@@ -43,7 +42,3 @@ REPORTED_STATUS = {
     WorkersState.FAILED: Status.FAILED,
     WorkersState.SUCCEEDED: Status.SUCCEEDED,
 }
-
-
-def signal_name(signum: int) -> str:
-    return SIGNAL_NAMES.get(signum, f"signal {signum}")

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from ripstop.agent.activity import Activity, ActivityKind
 from ripstop.agent.machine_state import WorkersState
 
 if TYPE_CHECKING:
@@ -25,33 +24,9 @@ def reason_not_ready(agent: "Agent") -> str:
     return f"the node is unhealthy: {problems}" if problems else "the first health check is not complete"
 
 
-def no_coordinator_text(agent: "Agent", timeout: float) -> str:
+def reason_to_give_up(agent: "Agent", timeout: float) -> str:
     """Why the agent gives up after it could not reach a coordinator for this time."""
     error = agent.connection_error
     if agent.was_connected:
         return f"no coordinator for {timeout:g} s while the node needed one ({error}); raise coordinator_timeout"
     return f"no coordinator for {timeout:g} s ({error}); check that its node is up and that the job is not over"
-
-
-def activity(agent: "Agent") -> Activity:
-    """What this node does, as far as the machine knows it."""
-    round, timing = agent.place.round if agent.place else 0, agent.settings.timing
-    match agent.state:
-        case WorkersState.RUNNING:
-            return Activity(ActivityKind.TRAINING, round=round)
-        case WorkersState.STOPPING:
-            return Activity(ActivityKind.STOPPING, limit=timing.shutdown, round=round)
-        case WorkersState.FAILED:
-            return Activity(ActivityKind.CLOSING, f"a worker of round {round} failed; the coordinator decides")
-        case WorkersState.SUCCEEDED:
-            return Activity(ActivityKind.CLOSING, "all workers of this node exited 0; other nodes still train")
-    if agent.is_leaving() or agent.state is WorkersState.OVER:
-        return Activity(ActivityKind.CLOSING, "the workers of this node have stopped; waiting for the report")
-    if not agent.is_warm:
-        return Activity(ActivityKind.WARMING_UP, "importing the modules of the script")
-    if not agent.is_connected:
-        return Activity(ActivityKind.CONNECTING, agent.connection_error, agent.coordinator_timeout())
-    if problems := agent.problem_texts():
-        limit = None if agent.passed_health_check else timing.join
-        return Activity(ActivityKind.UNHEALTHY, "; ".join(problems), limit)
-    return Activity(ActivityKind.WAITING, agent.notice)

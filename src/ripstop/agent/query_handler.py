@@ -27,7 +27,7 @@ from ripstop.protocol.messages import Query, Reply
 from ripstop.system.blocking_calls import run_in_daemon_thread
 
 if TYPE_CHECKING:
-    from ripstop.agent.usage_sampler import GpuUsageReader
+    from ripstop.agent.usage_sampler import GpuUsageSampler
     from ripstop.diagnostics.flight_recorder_query import FlightDump
 
 log = logging.getLogger("ripstop.agent")
@@ -38,7 +38,7 @@ MAX_ERROR_CHARS = 4096
 MAX_WAIT_S = 8.0  # of a query that waits for new log output
 
 
-class Workers(Struct, frozen=True):
+class QueriedWorkers(Struct, frozen=True):
     """The workers of this node, as queries see them; `pids` by local rank.
 
     `stopped` is done when no process of theirs is left: their logs are complete then.
@@ -70,8 +70,8 @@ class QueryHandler:
 
     def __init__(
         self,
-        find_workers: Callable[[], Workers | None],
-        gpus: "GpuUsageReader | None" = None,
+        find_workers: Callable[[], QueriedWorkers | None],
+        gpus: "GpuUsageSampler | None" = None,
         find_standbys: Callable[[], tuple[StandbySample, ...]] = tuple,
     ) -> None:
         self.find_workers = find_workers
@@ -81,13 +81,13 @@ class QueryHandler:
         self.log_followers = LogFollowers()
 
     @property
-    def gpus(self) -> "GpuUsageReader":
-        from ripstop.agent.usage_sampler import GpuUsageReader
+    def gpus(self) -> "GpuUsageSampler":
+        from ripstop.agent.usage_sampler import GpuUsageSampler
 
-        self._gpus = self._gpus or GpuUsageReader()
+        self._gpus = self._gpus or GpuUsageSampler()
         return self._gpus
 
-    def running_workers(self) -> Workers:
+    def running_workers(self) -> QueriedWorkers:
         workers = self.find_workers()
         if workers is None or workers.all_stopped:
             raise QueryFailed("no workers run on this node now")
@@ -125,7 +125,7 @@ class QueryHandler:
         return text
 
 
-def _fields(record: Struct) -> dict[str, Any]:
+def _reply_fields(record: Struct) -> dict[str, Any]:
     fields: dict[str, Any] = to_builtins(record)
     return fields
 
@@ -146,7 +146,7 @@ async def _stacks(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str
     )
     stacks = {local: ended_process(workers.pids[local]) for local in workers.ended}
     stacks |= zip(running, found, strict=True)
-    recorded = {local: _flight_record(flight) for local, flight in zip(running, flights, strict=True) if flight}
+    recorded = {local: _flight_recorder_reply(flight) for local, flight in zip(running, flights, strict=True) if flight}
     max_chars = MAX_REPLY_CHARS // 3 // len(chosen)  # JSON needs more characters than the text has
     return {
         "ranks": [
@@ -165,11 +165,11 @@ async def _stacks(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str
     }
 
 
-def _flight_record(flight: "FlightDump") -> dict[str, Any]:
+def _flight_recorder_reply(flight: "FlightDump") -> dict[str, Any]:
     """The content of a worker's flight recorder, or why it is empty."""
     if not flight.standings:
         return {"recorder": f"none: {flight.why or 'nothing is recorded; NCCL is recorded only where a worker hangs'}"}
-    return {"standings": [_fields(standing) for standing in flight.standings]}
+    return {"standings": [_reply_fields(standing) for standing in flight.standings]}
 
 
 async def _workers(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,7 +186,7 @@ async def _step(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, 
     if progress is None or progress.step is None or progress.step_age is None:
         raise QueryFailed(f"rank {rank} reports no steps now")
     at = time.time() - progress.step_age
-    return _fields(StepSample(workers.place.round, progress.step, at, progress.commit_age))
+    return _reply_fields(StepSample(workers.place.round, progress.step, at, progress.commit_age))
 
 
 async def _log(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,7 +229,7 @@ async def _read_log(handler: QueryHandler, details: Mapping[str, Any]) -> dict[s
         if older is not None:
             piece = await run_in_daemon_thread(partial(log_reader.read, older, offset, finished=True))
             if piece.text:
-                return {"round": round, "end": False} | _fields(piece)
+                return {"round": round, "end": False} | _reply_fields(piece)
         offset = 0
     path = await _log_file(workers, rank, stream)
     finished = workers.all_stopped  # before the read: nothing is written after it
@@ -238,13 +238,13 @@ async def _read_log(handler: QueryHandler, details: Mapping[str, Any]) -> dict[s
         offset, until = await run_in_daemon_thread(partial(log_reader.find_last_lines, path, int(details["tail"])))
     piece = await run_in_daemon_thread(partial(log_reader.read, path, offset, until, finished=finished))
     if wait and not piece.text and not finished:
-        await log_reader.wait_until_larger(path, piece.size, min(wait, MAX_WAIT_S), workers.stopped)
+        await log_reader.wait_for_larger_log(path, piece.size, min(wait, MAX_WAIT_S), workers.stopped)
         finished = workers.all_stopped
         piece = await run_in_daemon_thread(partial(log_reader.read, path, offset, finished=finished))
-    return {"round": current, "end": finished and piece.next >= piece.size} | _fields(piece)
+    return {"round": current, "end": finished and piece.next >= piece.size} | _reply_fields(piece)
 
 
-async def _log_file(workers: Workers, rank: int, stream: OutputStreams) -> Path:
+async def _log_file(workers: QueriedWorkers, rank: int, stream: OutputStreams) -> Path:
     local = workers.local_rank(rank)
     path = workers.logs.stdout(local) if stream is OutputStreams.OUT else workers.logs.stderr(local)
     name = "stdout" if stream is OutputStreams.OUT else "stderr"
@@ -263,7 +263,7 @@ async def _sample(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str
 
     gpus, workers = await handler.gpus.sample(), handler.find_workers()
     running = None if workers is None or workers.all_stopped else workers
-    return _fields(await run_in_daemon_thread(partial(sample, running, gpus, handler.find_standbys())))
+    return _reply_fields(await run_in_daemon_thread(partial(sample, running, gpus, handler.find_standbys())))
 
 
 QUERIES: dict[str, Callable[[QueryHandler, Mapping[str, Any]], Awaitable[dict[str, Any]]]] = {

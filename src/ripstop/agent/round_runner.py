@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ripstop.agent import machine_io
-from ripstop.agent.activity import progress_text
 from ripstop.agent.event_recorder import EventRecorder
-from ripstop.agent.query_handler import Workers
+from ripstop.agent.query_handler import QueriedWorkers
 from ripstop.agent.recovery_clock import RecoveryClock
 from ripstop.agent.round_state import Round
 from ripstop.agent.store_ports import StorePorts
 from ripstop.agent.worker_exits import ExitKind, WorkerExits
 from ripstop.agent.worker_specs import WorkerSpecs, open_standbys
-from ripstop.diagnostics.evidence import read_memory
+from ripstop.diagnostics.evidence import memory_evidence
 from ripstop.diagnostics.evidence_events import MAX_RECORDED, to_event
 from ripstop.diagnostics.hang_monitor import HangMonitor, MonitoredWorkers
+from ripstop.diagnostics.progress import progress_text
 from ripstop.logs.console import Console
-from ripstop.logs.directory import KeptLogs, LogDirectory, LogsSource, RoundLogs
+from ripstop.logs.directory import KeptRoundLogs, LogDirectory, LogsSource, RoundLogs
 from ripstop.model import events
 from ripstop.model.config import RunConfig
 from ripstop.model.errors import StartError, UnkillableError
@@ -124,7 +124,7 @@ class RoundRunner:
         logs = self._new_logs(place := self._round.place)
         return self._specs.standby(place, local_rank, logs.make_standby_directory(local_rank))
 
-    def workers(self) -> Workers | None:
+    def workers(self) -> QueriedWorkers | None:
         """The workers that run, or ran last, for queries."""
         return self._round.workers() if self._round is not None else None
 
@@ -187,7 +187,7 @@ class RoundRunner:
     async def _start(self, place: Place, why: str, host: str) -> None:
         began = self._loop.time()
         logs = self._new_logs(place)
-        round = self._round = Round(place, host, logs, read_memory(), WorkerExits(place.slots))
+        round = self._round = Round(place, host, logs, memory_evidence(), WorkerExits(place.slots))
         try:
             if self._logs_source is not None:
                 round.logs = await self._logs_from_source(self._logs_source, place, logs)
@@ -242,7 +242,7 @@ class RoundRunner:
         old_store = self._stores.take(place)
         group = old.group
         staying = {rank for rank in kept if rank in group.live}
-        logs = KeptLogs(self._new_logs(place), dict.fromkeys(staying, old.logs))
+        logs = KeptRoundLogs(self._new_logs(place), dict.fromkeys(staying, old.logs))
         round = Round(place, host, logs, old.memory_at_start, WorkerExits(place.slots), group, reforming=staying)
         round.kept = len(staying)
         if self._config.hang_timeout:
@@ -262,7 +262,7 @@ class RoundRunner:
         self._run_task(self._reform(round, group, logs, why, grace, old_store))
 
     async def _reform(
-        self, round: Round, group: Group, logs: KeptLogs, why: str, grace: float, old_store: RoundStore | None
+        self, round: Round, group: Group, logs: KeptRoundLogs, why: str, grace: float, old_store: RoundStore | None
     ) -> None:
         began, place = self._loop.time(), round.place
         try:
@@ -276,7 +276,7 @@ class RoundRunner:
                 if rank in round.reforming:
                     env = self._specs.environment(place, rank, logs.error_file(rank))
                     self._elastic.tell(pid, place.round, {name: env[name] for name in ROUND_VARIABLES})
-            round.memory_at_start = read_memory()  # after `tell`: the surviving workers must not wait for it
+            round.memory_at_start = memory_evidence()  # after `tell`: the surviving workers must not wait for it
             await self._start_in_place(round, group, logs, missing, grace)
         except StartError as error:
             self._on_start_failed(round, error)
@@ -284,7 +284,7 @@ class RoundRunner:
         self._on_started(round, group, why, began)
 
     async def _start_in_place(
-        self, round: Round, group: Group, logs: KeptLogs, local_ranks: Sequence[int], grace: float
+        self, round: Round, group: Group, logs: KeptRoundLogs, local_ranks: Sequence[int], grace: float
     ) -> None:
         round.starting |= set(local_ranks)
         ranks = sorted(round.starting)
@@ -315,7 +315,7 @@ class RoundRunner:
 
     async def _replace(self, round: Round, local_ranks: Sequence[int]) -> None:
         began, group, logs = self._loop.time(), round.group, round.logs
-        assert group is not None and isinstance(logs, KeptLogs), "only workers that went on are replaced"
+        assert group is not None and isinstance(logs, KeptRoundLogs), "only workers that went on are replaced"
         round.close_monitor()
         try:
             await self._start_in_place(round, group, logs, local_ranks, 0.0)

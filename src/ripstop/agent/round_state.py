@@ -5,9 +5,9 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
-from ripstop.agent.query_handler import Workers
+from ripstop.agent.query_handler import QueriedWorkers
 from ripstop.agent.worker_exits import WorkerExits
-from ripstop.diagnostics.evidence import Memory, TimerKill, gather, not_started
+from ripstop.diagnostics.evidence import MemoryEvidence, TimerKill, evidence_of_failed_start, gather
 from ripstop.diagnostics.hang_monitor import HangMonitor
 from ripstop.logs.directory import RoundLogs
 from ripstop.model.errors import UnkillableError
@@ -24,7 +24,7 @@ class Round(Struct):
     place: Place
     host: str
     logs: RoundLogs
-    memory_at_start: Memory
+    memory_at_start: MemoryEvidence
     exits: WorkerExits
     group: Group | None = None
     monitor: HangMonitor | None = None
@@ -62,13 +62,15 @@ class Round(Struct):
         local_ranks = range(place.first_rank, place.first_rank + place.slots)
         return WorkerIdentity(place.round, local_ranks[local_rank], place.world_size, local_ranks, key)
 
-    def workers(self) -> Workers | None:
+    def workers(self) -> QueriedWorkers | None:
         """For queries; None while they start."""
         if self.group is None or (self.monitor is None and not self.stopped.done()):
             return None
         progress = self.monitor.worker_progress() if self.monitor is not None else {}
         exited = frozenset(self.exits.exited)
-        return Workers(self.place, self.group.pids, self.logs, progress, exited, self.recorder_sockets, self.stopped)
+        return QueriedWorkers(
+            self.place, self.group.pids, self.logs, progress, exited, self.recorder_sockets, self.stopped
+        )
 
     def still_running_text(self) -> str:
         """Which workers have not stopped yet."""
@@ -79,7 +81,7 @@ class Round(Struct):
 
     def start_failure(self, why: str, at: float) -> Failure:
         """The evidence that the workers could not be started."""
-        return not_started(self.place, 0, host=self.host, at=at, why=why, logs=self.logs.directory(0))
+        return evidence_of_failed_start(self.place, 0, host=self.host, at=at, why=why, logs=self.logs.directory(0))
 
     def failure(self, exit: Exit) -> Failure:
         """The evidence of a worker that failed."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ripstop.agent.query_handler import Workers
+from ripstop.agent.query_handler import QueriedWorkers
 from ripstop.model.usage import GpuSample, NodeSample, RankSample, StandbySample
 from ripstop.system import linux
 from ripstop.system.blocking_calls import ExclusiveCall
@@ -22,7 +22,7 @@ from ripstop.system.gpus import NoNvml, load_nvml, read_usage
 GPU_TIMEOUT_S = 0.4  # for all GPUs; a first read that takes longer is part of the next sample
 
 
-class GpuUsageReader:
+class GpuUsageSampler:
     """The GPUs of this machine; tests replace `read`."""
 
     def __init__(self, read: Callable[[], tuple[GpuSample, ...]] | None = None) -> None:
@@ -50,20 +50,20 @@ class GpuUsageReader:
 
 
 def sample(
-    workers: Workers | None, gpus: tuple[GpuSample, ...], standbys: tuple[StandbySample, ...] = ()
+    workers: QueriedWorkers | None, gpus: tuple[GpuSample, ...], standbys: tuple[StandbySample, ...] = ()
 ) -> NodeSample:
     """A sample of this node.  Call it in a thread: with many processes it takes a while."""
     number, ranks = (workers.place.round, _rank_samples(workers)) if workers else (0, ())
     own = time.process_time(), linux.own_memory()
-    return NodeSample(time.time(), number, *own, tuple(ranks), gpus, standbys, linux.load(), linux.stolen_time())
+    return NodeSample(time.time(), number, *own, tuple(ranks), gpus, standbys, linux.system_load(), linux.stolen_time())
 
 
-def _rank_samples(workers: Workers) -> Iterator[RankSample]:
+def _rank_samples(workers: QueriedWorkers) -> Iterator[RankSample]:
     children = {child.pid for child in linux.children() if not child.dead}  # a dead worker's pid may be reused
     used_by = linux.usage_of_sessions(children.intersection(workers.pids))
     for local_rank, pid in enumerate(workers.pids):
         if used := used_by.get(pid):
-            rank, written = workers.place.first_rank + local_rank, log_bytes(workers.logs.files(local_rank))
+            rank, written = workers.place.first_rank + local_rank, sample_log_bytes(workers.logs.files(local_rank))
             usage: tuple[Any, ...] = (rank, round(used.cpu, 3), used.memory, used.threads, used.processes, written)
             if told := workers.progress.get(local_rank):
                 usage += (told.step, told.rate, told.age, told.beats, told.step_age)
@@ -73,7 +73,7 @@ def _rank_samples(workers: Workers) -> Iterator[RankSample]:
             yield RankSample(*usage)
 
 
-def log_bytes(files: Iterable[Path]) -> int:
+def sample_log_bytes(files: Iterable[Path]) -> int:
     """All bytes ever written to these files.  The size of a log that keeps only its end counts the dropped part too."""
     total = 0
     for file in files:

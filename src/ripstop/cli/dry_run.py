@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ripstop.logs.directory import file_name
+from ripstop.logs.directory import directory_name
 from ripstop.model.config import Backend, Executable, RunConfig, StartMethod
 from ripstop.model.round import Address, Place
 from ripstop.telemetry.run_settings import setting_text, settings
@@ -73,4 +73,4 @@ def _environment(config: RunConfig, environ: Mapping[str, str], local_rank: int)
 def _error_file(config: RunConfig, local_rank: int) -> Path:
     directory = config.logs.directory or Path("(a new directory)")
     rank = str(local_rank) if config.backend is Backend.LOCAL else "(rank)"
-    return directory / file_name(config.run_id) / "round_1" / rank / "error.json"
+    return directory / directory_name(config.run_id) / "round_1" / rank / "error.json"

@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ripstop.coordinator.restart_budget import Cause, RestartBudget, RestartDecision, cause_of
-from ripstop.diagnostics.failure_ranking import looks_like_victim, order, root_cause, trim
+from ripstop.diagnostics.failure_ranking import looks_like_victim, order, root_cause, trimmed_ranking
 from ripstop.diagnostics.hang_analysis import describe, hangs_among, suspect_ranks
 from ripstop.model.config import Budget
 from ripstop.model.events import BudgetCharged, BudgetRefunded, Event, HangDiagnosed, RoundEndCause
@@ -152,7 +152,7 @@ class FailurePolicy:
 
     def failures(self) -> tuple[Failure, ...]:
         """The failures for the job's report, the root cause first."""
-        return trim(order(self._failures))
+        return trimmed_ranking(order(self._failures))
 
     # rulings ----------------------------------------------------------------------------------------------------------
 

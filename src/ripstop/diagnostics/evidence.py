@@ -17,11 +17,11 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ripstop.model.failure import Failure
+from ripstop.model.failure import Failure, exit_reason
 from ripstop.model.round import Place
-from ripstop.model.text_formatting import clean, format_bytes, truncate_bytes, truncate_middle
+from ripstop.model.text_formatting import clean, format_bytes, signal_name, truncate_bytes, truncate_middle
 from ripstop.system.cgroup_memory import ROOT, machine_oom_kills, memory_cgroups
-from ripstop.system.linux import is_full
+from ripstop.system.disk_space import is_disk_full
 
 _MAX_MESSAGE_CHARS = 2048
 _MAX_TRACEBACK_CHARS = 8192
@@ -35,7 +35,7 @@ _EXCEPTION = r"[A-Za-z_][\w.]*(?::|$)"
 _TRACEBACK_HEADER = r"(\[rank\d+\]: ?)?Traceback \(most recent call last\):$"
 
 
-class Memory(Struct, frozen=True):
+class MemoryEvidence(Struct, frozen=True):
     """Memory data of the kernel at one time; None: not available.
 
     `kills` counts the processes that the OOM killer has killed in this process's cgroup; without a cgroup (`machine`),
@@ -55,7 +55,7 @@ class TimerKill(Struct, frozen=True):
     stack: str
 
 
-class ErrorFile(Struct, frozen=True):
+class ErrorFileEvidence(Struct, frozen=True):
     """The content of an error file; `at` is None if it has no time."""
 
     message: str = ""
@@ -74,7 +74,7 @@ def gather(
     logs: Path,
     error_file: Path,
     stderr: Path | None,
-    before: Memory,
+    before: MemoryEvidence,
     timer_kill: TimerKill | None = None,
 ) -> Failure:
     """The failure of a worker that has ended.
@@ -82,18 +82,18 @@ def gather(
     `returncode` is negative for a signal, as in `subprocess`.  `at` is when the worker ended.  `before` is the memory
     data at the start of the round.  `timer_kill` is set if ripstop killed the worker because of an expired timer.
     """
-    reported = read_error_file(error_file)
+    reported = error_file_evidence(error_file)
     tail = _read_end(stderr) if stderr else ""
     message, traceback = (reported.message, reported.traceback) if reported else ("", "")
     if not reported and returncode == 1:  # Python's exit code after an exception; with another code it was handled
-        message, traceback = last_exception(tail)
-    oom = oom_verdict(before, read_memory()) if returncode == -signal.SIGKILL and not timer_kill else ""
+        message, traceback = exception_evidence(tail)
+    oom = oom_evidence(before, memory_evidence()) if returncode == -signal.SIGKILL and not timer_kill else ""
     if timer_kill:
         why = f"{timer_kill.why}; its error: {message}" if message else timer_kill.why
         message = truncate_bytes(why, _MAX_MESSAGE_CHARS)
         traceback = traceback or truncate_middle(clean(timer_kill.stack), _MAX_TRACEBACK_CHARS)
     if not message and not oom:
-        full = f"; the disk of {clean(str(logs))} is full" if is_full(logs) else ""  # its own message may be missing
+        full = f"; the disk of {clean(str(logs))} is full" if is_disk_full(logs) else ""  # its message may be missing
         message = exit_reason(returncode) + full
     return Failure(
         rank=place.first_rank + local_rank,
@@ -107,13 +107,13 @@ def gather(
         message=message or oom,
         traceback=traceback,
         oom=oom,
-        log_tail=last_lines(tail),
+        log_tail=tail_evidence(tail),
         error_file=clean(str(error_file)) if reported else "",
         logs=clean(str(logs)),
     )
 
 
-def not_started(place: Place, local_rank: int, *, host: str, at: float, why: str, logs: Path) -> Failure:
+def evidence_of_failed_start(place: Place, local_rank: int, *, host: str, at: float, why: str, logs: Path) -> Failure:
     """The failure of a worker that could not be started."""
     return Failure(
         rank=place.first_rank + local_rank,
@@ -126,52 +126,28 @@ def not_started(place: Place, local_rank: int, *, host: str, at: float, why: str
     )
 
 
-# exit status ----------------------------------------------------------------------------------------------------------
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"SIG{number}"
-
-
-def exit_reason(returncode: int) -> str:
-    """The exit status in words."""
-    if returncode >= 0:
-        return f"exited with code {returncode}"
-    name = signal_name(-returncode)
-    if returncode == -signal.SIGKILL:
-        return f"killed by {name}, which was not sent by ripstop"
-    try:
-        meaning = signal.strsignal(-returncode)
-    except ValueError:
-        meaning = None
-    return f"died of {name} ({meaning.lower()})" if meaning else f"died of {name}"
-
-
 # error files ----------------------------------------------------------------------------------------------------------
 
 
-def read_error_file(path: Path) -> ErrorFile | None:
+def error_file_evidence(path: Path) -> ErrorFileEvidence | None:
     """None if the worker wrote none."""
     try:
-        data, status = _read(path, _MAX_ERROR_FILE_BYTES)
+        data, status = _read_evidence(path, _MAX_ERROR_FILE_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:
-        return ErrorFile(f"error file {path} cannot be read: {error.strerror}")
+        return ErrorFileEvidence(f"error file {path} cannot be read: {error.strerror}")
     if not stat.S_ISREG(status.st_mode):
-        return ErrorFile(f"error file {path} is not a file")
+        return ErrorFileEvidence(f"error file {path} is not a file")
     if not data:
-        return ErrorFile(at=status.st_mtime)
-    parsed = parse_error_file(data, status.st_size)
+        return ErrorFileEvidence(at=status.st_mtime)
+    parsed = parse_error_evidence(data, status.st_size)
     # torch writes whole seconds: the file's time is more precise if both agree
     at = status.st_mtime if parsed.at is None or 0 <= status.st_mtime - parsed.at < 2 else parsed.at
     return replace(parsed, at=at)
 
 
-def _read(path: Path, max_bytes: int, *, from_end: bool = False) -> tuple[bytes, os.stat_result]:
+def _read_evidence(path: Path, max_bytes: int, *, from_end: bool = False) -> tuple[bytes, os.stat_result]:
     """The start or the end of a file; nothing of a pipe, a device or a directory."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -182,7 +158,7 @@ def _read(path: Path, max_bytes: int, *, from_end: bool = False) -> tuple[bytes,
         os.close(fd)
 
 
-def parse_error_file(data: bytes, size: int) -> ErrorFile:
+def parse_error_evidence(data: bytes, size: int) -> ErrorFileEvidence:
     """Parse torch's format: `message` is a text, or a dict with `message` and `extraInfo`."""
     import json
 
@@ -194,7 +170,7 @@ def parse_error_file(data: bytes, size: int) -> ErrorFile:
         problem = f"is too long ({format_bytes(size)})" if size > len(data) else "is not JSON, or was cut off"
     if problem:
         message = f"the error file {problem}; it begins: {clean(text[:500])}"
-        return ErrorFile(truncate_bytes(message, _MAX_MESSAGE_CHARS))
+        return ErrorFileEvidence(truncate_bytes(message, _MAX_MESSAGE_CHARS))
     inner, extra = top["message"], top
     while isinstance(inner, dict):
         extra = inner["extraInfo"] if isinstance(inner.get("extraInfo"), dict) else extra
@@ -202,10 +178,12 @@ def parse_error_file(data: bytes, size: int) -> ErrorFile:
     message = clean(inner if isinstance(inner, str) else json.dumps(inner))
     stack = extra.get("py_callstack")
     traceback = truncate_middle(clean(stack.rstrip()), _MAX_TRACEBACK_CHARS) if isinstance(stack, str) else ""
-    return ErrorFile(truncate_bytes(message, _MAX_MESSAGE_CHARS), traceback, _timestamp(extra.get("timestamp")))
+    return ErrorFileEvidence(
+        truncate_bytes(message, _MAX_MESSAGE_CHARS), traceback, _evidence_time(extra.get("timestamp"))
+    )
 
 
-def _timestamp(value: Any) -> float | None:
+def _evidence_time(value: Any) -> float | None:
     try:
         seconds = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -218,24 +196,24 @@ def _timestamp(value: Any) -> float | None:
 
 def _read_end(path: Path) -> str:
     try:
-        data, _ = _read(path, _MAX_STDERR_BYTES, from_end=True)
+        data, _ = _read_evidence(path, _MAX_STDERR_BYTES, from_end=True)
     except OSError:
         return ""
     return clean(data.decode("utf-8", "replace"))
 
 
-def last_lines(text: str) -> tuple[str, ...]:
+def tail_evidence(stderr: str) -> tuple[str, ...]:
     """The last non-empty lines."""
-    lines = [line.rstrip() for line in text.split("\n")]
+    lines = [line.rstrip() for line in stderr.split("\n")]
     return tuple(truncate_bytes(line, _MAX_TAIL_LINE_CHARS) for line in [line for line in lines if line][-_TAIL_LINES:])
 
 
-def last_exception(text: str) -> tuple[str, str]:
-    """The message and the traceback of the last Python exception in the text, for scripts without `@record`.
+def exception_evidence(stderr: str) -> tuple[str, str]:
+    """The message and the traceback of the last Python exception, for scripts without `@record`.
 
     In a process group, torch adds the rank as a prefix to each line.
     """
-    lines = text.split("\n")
+    lines = stderr.split("\n")
     headers = [(index, found) for index, line in enumerate(lines) if (found := re.match(_TRACEBACK_HEADER, line))]
     if not headers:
         return "", ""
@@ -251,15 +229,15 @@ def last_exception(text: str) -> tuple[str, str]:
 # memory ---------------------------------------------------------------------------------------------------------------
 
 
-def read_memory(root: Path = ROOT) -> Memory:
+def memory_evidence(root: Path = ROOT) -> MemoryEvidence:
     """Memory data of this process's cgroup, which contains its workers, or else of the machine."""
     for group in memory_cgroups(root):
         if group.oom_kills is not None:
-            return Memory(group.oom_kills, group.limit, group.peak)
-    return Memory(kills=machine_oom_kills(root), machine=True)
+            return MemoryEvidence(group.oom_kills, group.limit, group.peak)
+    return MemoryEvidence(kills=machine_oom_kills(root), machine=True)
 
 
-def oom_verdict(before: Memory, after: Memory) -> str:
+def oom_evidence(before: MemoryEvidence, after: MemoryEvidence) -> str:
     """The reason of a SIGKILL that ripstop did not send; empty if the OOM killer did not send it either."""
     if before.kills is None or after.kills is None or before.machine != after.machine or after.kills <= before.kills:
         return ""

@@ -33,11 +33,11 @@ class FailureLog:
                 if round == self._round and len(self._evidence) < MAX_EVIDENCE:
                     self._evidence.append(from_event(event))
             case RoundEnded(round=round, cause=cause) if cause in FAILURES and round == self._round:
-                if block := "\n".join(_block(self._evidence)):
+                if block := "\n".join(_log_block(self._evidence)):
                     self._write("%s", block)
 
 
-def _block(evidence: list[Evidence]) -> Iterator[str]:
+def _log_block(evidence: list[Evidence]) -> Iterator[str]:
     """Nothing if there is no more to say than the other lines of the log do."""
     cause = root_cause(each.failure for each in evidence)
     if cause is None:

@@ -89,7 +89,7 @@ def looks_like_victim(failure: Failure) -> bool:
     return _blame(failure) >= _Blame.CONNECTION
 
 
-def trim(failures: Iterable[Failure]) -> tuple[Failure, ...]:
+def trimmed_ranking(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     """The failures, small enough to send: the likeliest causes in full, more without details, the rest left out."""
     sent = order(failures)[:_MAX_FAILURES]
     short = (replace(f, message=f.message[:200], traceback="", log_tail=()) for f in sent[_MAX_FULL_FAILURES:])

@@ -50,13 +50,13 @@ def _lines(report: JobReport, width: int) -> Iterator[str]:
         yield ""
         yield f"other failures ({len(others)}), most likely because of it:"
         for failure in others[:_MAX_OTHERS]:
-            yield truncate(f"  rank {failure.rank} on {failure.host} {_in_short(failure)}", width)
+            yield truncate(f"  rank {failure.rank} on {failure.host} {_report_line(failure)}", width)
         if len(others) > _MAX_OTHERS:
             yield f"  … and {len(others) - _MAX_OTHERS} more"
 
 
 def _facts(failure: Failure, width: int) -> Iterator[str]:
-    yield f"  when     {_when(failure.at)}, round {failure.round}"
+    yield f"  when     {_report_time(failure.at)}, round {failure.round}"
     yield f"  how      {how_it_ended(failure)}"
     if failure.oom and failure.oom != failure.message:
         yield from _labelled("memory", failure.oom, width)
@@ -83,7 +83,7 @@ def tail_without_traceback(failure: Failure) -> tuple[str, ...]:
     return tail[: headers[-1]] if headers else ()
 
 
-def _when(at: float) -> str:
+def _report_time(at: float) -> str:
     from datetime import UTC, datetime
 
     try:
@@ -93,7 +93,7 @@ def _when(at: float) -> str:
     return f"{moment:%Y-%m-%d %H:%M:%S}.{moment.microsecond // 1000:03} UTC"
 
 
-def _in_short(failure: Failure) -> str:
+def _report_line(failure: Failure) -> str:
     first_line = failure.message.split("\n", 1)[0]
     message = re.sub(r"\[/\S*/(\w+\.\w+:\d+)\]", r"[\1]", first_line)  # shorten paths of torch's build machine
     return how_it_ended(failure) if message in ("", how_it_ended(failure)) else f"{how_it_ended(failure)}: {message}"

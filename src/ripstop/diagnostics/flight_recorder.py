@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ripstop.diagnostics.hang_analysis import operation
+from ripstop.diagnostics.hang_analysis import describe_operation
 from ripstop.model.failure import MAX_STANDINGS, CollectiveProgress
 from ripstop.model.text_formatting import clean
 
@@ -36,7 +36,7 @@ class Collective(Struct, frozen=True):
     p2p: bool
 
     def __str__(self) -> str:
-        return f"{operation(self.op, self.number, self.label)}, {self.size or 'no data'}: {self.state}"
+        return f"{describe_operation(self.op, self.number, self.label)}, {self.size or 'no data'}: {self.state}"
 
 
 class Recording(Struct, frozen=True):
@@ -73,7 +73,7 @@ def _group_labels(groups: Any, backend: str) -> dict[str, str]:
     if not isinstance(groups, dict):
         return {}
     return {
-        _key(backend, name): _label(name, group.get("desc"))
+        _group_key(backend, name): _label(name, group.get("desc"))
         for name, group in groups.items()
         if name and isinstance(group, dict)
     }
@@ -96,41 +96,43 @@ def _entry(one: Any) -> Collective | None:
             # gloo never changes the state; both backends retire operations that ended
             done = retired or state == "completed"
             return Collective(
-                _key(backend, name),
+                _group_key(backend, name),
                 _label(name, description),
                 number,
-                _word(name_of_op),
-                _size(one),
-                "completed" if done else _word(state),
+                _recorded_word(name_of_op),
+                _collective_size(one),
+                "completed" if done else _recorded_word(state),
                 done,
                 p2p,
             )
     return None
 
 
-def _key(backend: str, name: str) -> str:
-    return _word(f"{backend}:{name}")
+def _group_key(backend: str, name: str) -> str:
+    return _recorded_word(f"{backend}:{name}")
 
 
 def _label(name: str, description: Any) -> str:
     if description == _DEFAULT_GROUP:
         return ""
-    return _word(description if isinstance(description, str) and description not in ("", "undefined") else name)
+    return _recorded_word(
+        description if isinstance(description, str) and description not in ("", "undefined") else name
+    )
 
 
 @lru_cache(maxsize=1024)  # few different names, thousands of times
-def _word(text: str) -> str:
+def _recorded_word(text: str) -> str:
     return " ".join(clean(text).split())[:_MAX_NAME_CHARS]
 
 
-def _size(entry: Mapping[str, Any]) -> str:
+def _collective_size(entry: Mapping[str, Any]) -> str:
     """The number and type of the input elements: `1024 Float`."""
     shapes, kinds = entry.get("input_sizes"), entry.get("input_dtypes")
     try:
         elements = str(sum(math.prod(int(side) for side in shape) for shape in shapes or ()))
     except (TypeError, ValueError, OverflowError):
         return ""
-    return f"{elements} {_word(str(kinds[0]))}" if isinstance(kinds, list) and kinds else ""
+    return f"{elements} {_recorded_word(str(kinds[0]))}" if isinstance(kinds, list) and kinds else ""
 
 
 def as_text(recording: Recording) -> str:

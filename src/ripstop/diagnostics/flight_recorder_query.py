@@ -60,7 +60,7 @@ async def _query(path: str, kind: bytes) -> FlightDump:
     except OSError as error:
         return FlightDump(why=f"the worker cannot be queried: {error}")
     try:
-        return await run_in_daemon_thread(partial(_parse, raw), PARSE_TIMEOUT_S)
+        return await run_in_daemon_thread(partial(_parse_query_reply, raw), PARSE_TIMEOUT_S)
     except (TimeoutError, RuntimeError) as error:
         return FlightDump(raw=raw, why=f"this node is too busy to parse the worker's reply: {error}".rstrip(": "))
     except Exception as error:  # a defect in the parser must not prevent the report of a hang
@@ -79,7 +79,7 @@ async def _read(path: str, kind: bytes) -> bytes:
         writer.transport.abort()
 
 
-def _parse(raw: bytes) -> FlightDump:
+def _parse_query_reply(raw: bytes) -> FlightDump:
     recording = from_torch(raw)
     if recording is None:
         return FlightDump(why="the worker's reply is not a dump of torch's flight recorder")

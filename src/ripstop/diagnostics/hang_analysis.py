@@ -46,7 +46,7 @@ def suspect_ranks(hangs: Mapping[int, Hang]) -> frozenset[int]:
     """The ranks that the others wait for (rules 1 to 5); empty if nothing distinguishes them."""
     if 0 < len(stopped := [rank for rank, hang in hangs.items() if _is_stopped(hang)]) < len(hangs):
         return frozenset(stopped)
-    if suspects := suspects_in_collectives(_recorded(hangs)):
+    if suspects := suspects_in_collectives(_hang_standings(hangs)):
         return frozenset(rank for rank in suspects if not hangs[rank].waits) or suspects
     known = {rank: hang for rank, hang in hangs.items() if hang.where}
     not_waiting = {rank for rank, hang in known.items() if not hang.waits}
@@ -68,7 +68,7 @@ def describe(hangs: Mapping[int, Hang]) -> str:
     texts = [_describe_location(*group) for group in shown]
     if middle:
         texts.append(f"{sum(len(ranks) for _, ranks in middle)} more elsewhere")
-    if recorded := describe_collectives(_recorded(hangs)):
+    if recorded := describe_hung_collectives(_hang_standings(hangs)):
         texts.append(f"flight recorder: {recorded}")
     return "; ".join(texts)
 
@@ -77,7 +77,7 @@ def _is_stopped(hang: Hang) -> bool:
     return hang.state in ("T", "t")
 
 
-def _recorded(hangs: Mapping[int, Hang]) -> Ranks:
+def _hang_standings(hangs: Mapping[int, Hang]) -> Ranks:
     return {rank: hang.standings for rank, hang in hangs.items() if hang.standings is not None}
 
 
@@ -109,7 +109,7 @@ def _are(ranks: Sequence[int]) -> str:
 # flight recorder ------------------------------------------------------------------------------------------------------
 
 
-class _StuckGroup(Struct, frozen=True):
+class _HungGroup(Struct, frozen=True):
     """A process group, and the collective in which it is stuck (rule 6)."""
 
     number: int
@@ -127,7 +127,7 @@ class _StuckGroup(Struct, frozen=True):
 
 def suspects_in_collectives(ranks: Ranks) -> frozenset[int]:
     """The ranks that the others wait for (rules 7 and 8); empty if the recorders do not show it."""
-    stuck = _stuck_groups(ranks)
+    stuck = _hung_groups(ranks)
     waiting = {rank for rank, found in ranks.items() if any(progress.pending for progress in found)}
     if late := {rank for group in stuck for rank in group.behind} - waiting:
         return frozenset(late)
@@ -139,12 +139,12 @@ def suspects_in_collectives(ranks: Ranks) -> frozenset[int]:
     return frozenset(suspects)
 
 
-def describe_collectives(ranks: Ranks) -> str:
+def describe_hung_collectives(ranks: Ranks) -> str:
     """`ranks 0,2,3 are in all_reduce #42, not entered by rank 1 (last: all_gather #41)`; empty if no rank is inside."""
     suspects = suspects_in_collectives(ranks)
-    stuck = sorted(_stuck_groups(ranks), key=lambda group: not suspects & (group.behind.keys() | group.inside.keys()))
+    stuck = sorted(_hung_groups(ranks), key=lambda group: not suspects & (group.behind.keys() | group.inside.keys()))
     messages = _grouped(
-        (operation(one.op, 0, one.label), rank)
+        (describe_operation(one.op, 0, one.label), rank)
         for rank, found in sorted(ranks.items())
         for one in found
         if one.p2p and one.pending
@@ -156,24 +156,24 @@ def describe_collectives(ranks: Ranks) -> str:
 
 def describe_position(found: Sequence[CollectiveProgress]) -> str:
     """`in all_reduce #42`, or the last collective of a rank."""
-    if pending := [operation(one.op, one.pending, one.label) for one in found if one.pending]:
+    if pending := [describe_operation(one.op, one.pending, one.label) for one in found if one.pending]:
         return f"in {', '.join(pending)}"
     if last := next((one for one in found if one.entered), None):
-        return f"in no collective; the last was {operation(last.op, last.entered, last.label)}"
+        return f"in no collective; the last was {describe_operation(last.op, last.entered, last.label)}"
     return "no collective yet"
 
 
-def operation(op: str, number: int, label: str) -> str:
+def describe_operation(op: str, number: int, label: str) -> str:
     return f"{op}{f' #{number}' if number else ''}{f' of group {label}' if label else ''}"
 
 
-def _stuck_groups(ranks: Ranks) -> list[_StuckGroup]:
+def _hung_groups(ranks: Ranks) -> list[_HungGroup]:
     groups: dict[str, dict[int, CollectiveProgress]] = {}
     for rank, found in ranks.items():
         for progress in found:
             if not progress.p2p:
                 groups.setdefault(progress.group, {})[rank] = progress
-    stuck: list[_StuckGroup] = []
+    stuck: list[_HungGroup] = []
     for group, members in groups.items():
         if not (number := min((one.pending for one in members.values() if one.pending), default=0)):
             continue
@@ -181,13 +181,13 @@ def _stuck_groups(ranks: Ranks) -> list[_StuckGroup]:
             members |= {rank: CollectiveProgress(group, "") for rank in ranks if rank not in members}
         inside = {rank: one for rank, one in members.items() if one.pending == number}
         behind = {rank: one for rank, one in members.items() if one.entered < number}
-        stuck.append(_StuckGroup(number, inside, behind, len(members) - len(inside) - len(behind)))
+        stuck.append(_HungGroup(number, inside, behind, len(members) - len(inside) - len(behind)))
     return stuck
 
 
-def _describe_group(group: _StuckGroup) -> str:
+def _describe_group(group: _HungGroup) -> str:
     lasts = _grouped(
-        (operation(one.op, one.entered, "") if one.entered else "none", rank)
+        (describe_operation(one.op, one.entered, "") if one.entered else "none", rank)
         for rank, one in sorted(group.behind.items())
     )
     behind = _shortened([f"{rank_list(members)} (last: {last})" for last, members in lasts.items()], "kinds")
@@ -199,7 +199,7 @@ def _describe_group(group: _StuckGroup) -> str:
         return f"#{group.number}{where} is not the same for all: {', '.join(_shortened(texts, 'kinds'))}{not_entered}"
     inside = sorted(group.inside)
     complete = ", and no rank is missing" if not group.behind and not group.left else ""
-    what = operation(some.op, group.number, some.label)
+    what = describe_operation(some.op, group.number, some.label)
     return f"{rank_list(inside)} {_are(inside)} in {what}{not_entered}{complete}"
 
 

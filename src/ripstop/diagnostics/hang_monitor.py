@@ -39,8 +39,8 @@ from ripstop.diagnostics.progress import (
     ProgressTracker,
     WorkerProgress,
 )
-from ripstop.diagnostics.stack_dump import ProcessStack, dump_stacks, file_size, native_stacks
-from ripstop.diagnostics.stack_parser import code_location
+from ripstop.diagnostics.stack_dump import StackDump, dump_stacks, native_stacks, stack_dump_size
+from ripstop.diagnostics.stack_parser import stack_location
 from ripstop.logs.directory import RoundLogs
 from ripstop.model.events import CheckpointSaved, Event, FirstStep, StateRestored, StepsDone, WorkerHangs
 from ripstop.model.failure import Failure, Hang
@@ -79,7 +79,7 @@ class _Inspected(Struct, frozen=True):
     """The evidence of one worker; `flight` None: the worker has no socket for its flight recorder."""
 
     failure: Failure
-    stack: ProcessStack
+    stack: StackDump
     flight: "FlightDump | None"
 
 
@@ -213,13 +213,13 @@ class HangMonitor:
             self._schedule_check()
             return
         self._check = self._loop.create_task(self._check_workers())
-        self._check.add_done_callback(_log_error_of)
+        self._check.add_done_callback(_log_failed_check)
 
     async def _check_workers(self) -> None:
         try:
             await self._sample()
         except Exception as error:
-            _log_error(error)
+            _log_check_error(error)
             now = self._loop.time()
             for local_rank in self._progress.due_samples(now):
                 self._progress.on_sample_failed(local_rank, now)
@@ -250,7 +250,7 @@ class HangMonitor:
         pids = [self._live_pids[local_rank] for local_rank in due]
 
         def measure() -> tuple[dict[int, int], dict[int, linux.Usage]]:
-            sizes = {local_rank: file_size(self._workers.logs.stack_file(local_rank)) for local_rank in due}
+            sizes = {local_rank: stack_dump_size(self._workers.logs.stack_file(local_rank)) for local_rank in due}
             return sizes, linux.usage_of_sessions(pids)
 
         stack_bytes, usage = await run_in_daemon_thread(measure)
@@ -265,7 +265,7 @@ class HangMonitor:
             else:
                 self._progress.on_sample_failed(local_rank, now)
 
-    async def _dump_stacks(self, pids: Mapping[int, int]) -> list[ProcessStack]:
+    async def _dump_stacks(self, pids: Mapping[int, int]) -> list[StackDump]:
         return await dump_stacks((pid, self._workers.logs.stack_file(local_rank)) for local_rank, pid in pids.items())
 
     # inspection -------------------------------------------------------------------------------------------------------
@@ -308,13 +308,13 @@ class HangMonitor:
         for failure in order(worker.failure for worker in inspected)[:MAX_RECORDED]:
             self._record(to_event(failure), logging.INFO)
         self._native_stacks = self._loop.create_task(self._add_native_stacks(inspected))
-        self._native_stacks.add_done_callback(_log_error_of)
+        self._native_stacks.add_done_callback(_log_failed_check)
         return tuple(worker.failure for worker in inspected)
 
     def _failure(
-        self, rank: int, stack: ProcessStack, flight: "FlightDump | None", hung: HungWorker, at: float
+        self, rank: int, stack: StackDump, flight: "FlightDump | None", hung: HungWorker, at: float
     ) -> Failure:
-        place, location = self._workers.place, code_location(stack.frames)
+        place, location = self._workers.place, stack_location(stack.frames)
         doing = stack.doing
         if location.where:
             doing = f"{'waits' if location.waits else 'is'} in {location.call} ({location.where})"
@@ -356,7 +356,7 @@ class HangMonitor:
             if worker.flight and worker.flight.raw and not native:  # written once
                 files[self._file(worker.failure.rank, "flight.json")] = worker.flight.raw
         try:
-            await run_in_daemon_thread(partial(_write, self._workers.logs, files), WRITE_TIMEOUT_S)
+            await run_in_daemon_thread(partial(_write_hang_files, self._workers.logs, files), WRITE_TIMEOUT_S)
         except (OSError, RuntimeError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
             log.warning("stacks cannot be written to %s: %s", self._workers.logs.hang_directory(), why)
@@ -375,7 +375,7 @@ def _file_text(worker: _Inspected, native: str) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _write(logs: RoundLogs, files: Mapping[Path, bytes]) -> None:
+def _write_hang_files(logs: RoundLogs, files: Mapping[Path, bytes]) -> None:
     logs.make_round_directory()  # a log plugin may not have made it
     make_own_directory(logs.hang_directory())
     for path, content in files.items():
@@ -384,10 +384,10 @@ def _write(logs: RoundLogs, files: Mapping[Path, bytes]) -> None:
             file.write(content)
 
 
-def _log_error_of(task: asyncio.Task[None]) -> None:
+def _log_failed_check(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()):
-        _log_error(error)
+        _log_check_error(error)
 
 
-def _log_error(error: BaseException) -> None:
+def _log_check_error(error: BaseException) -> None:
     log.error("the check for hangs failed: %r", error)

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from ripstop.model.text_formatting import elapsed
 from ripstop.model.usage import StepProfile
 
 SAMPLES_PER_TIMEOUT = 4
@@ -147,11 +148,11 @@ class ProgressTracker:
         if worker is None:
             return
         previous, worker.sample = worker.sample, sample
-        elapsed, worker.sampled_at = now - worker.sampled_at, now
+        interval, worker.sampled_at = now - worker.sampled_at, now
         is_active = (
             sample.is_runnable
             or sample.written != previous.written
-            or sample.cpu - previous.cpu > IDLE_CPU_SHARE * elapsed
+            or sample.cpu - previous.cpu > IDLE_CPU_SHARE * interval
             or (previous.stack != "" and sample.stack not in ("", previous.stack))
         )
         if is_active:
@@ -242,3 +243,23 @@ class ProgressTracker:
     def step_ranges(self) -> Mapping[int, StepRange]:
         """The steps of all workers that reported any, including workers that have ended."""
         return self._step_ranges
+
+
+def progress_text(workers: Mapping[int, WorkerProgress]) -> str:
+    """The steps of this node's workers; empty if they report none."""
+    steps = [worker for worker in workers.values() if worker.step is not None]
+    if not steps:
+        return ""
+    slowest = min(steps, key=lambda worker: worker.step or 0)
+    rates = [worker.rate for worker in steps if worker.rate]
+    parts = [f"step {slowest.step}"]
+    if rates:
+        rate = sum(rates) / len(rates)
+        parts.append(f"{rate:.1f} steps/s" if rate >= 1 else f"{1 / rate:.1f} s/step")
+    ages = [worker.commit_age for worker in steps if worker.commit_age is not None]
+    if ages:
+        parts.append(f"last commit {elapsed(max(ages))} ago")
+    silent = max(worker.step_age or 0.0 for worker in steps)
+    if silent > max(10.0, 10 / (min(rates) if rates else 1.0)):
+        parts.append(f"no step for {elapsed(silent)}")
+    return ", ".join(parts)

@@ -37,7 +37,7 @@ SETTLE_TIME_S = 0.02  # a faulthandler dump that does not grow for this time is 
 _STATES = {"R": "running", "S": "sleeping", "D": "uninterruptible", "T": "stopped", "t": "traced", "Z": "dead"}
 
 
-class ProcessStack(Struct, frozen=True):
+class StackDump(Struct, frozen=True):
     """What one process was doing; `source` is py-spy, faulthandler or kernel."""
 
     pid: int
@@ -63,26 +63,26 @@ class ProcessStack(Struct, frozen=True):
         return f"{self.state or '?'} ({_STATES.get(self.state, 'ended' if not self.state else 'other')}){where}"
 
 
-def ended_process(pid: int) -> ProcessStack:
-    return ProcessStack(pid, "", "", "", (), "kernel")
+def ended_process(pid: int) -> StackDump:
+    return StackDump(pid, "", "", "", (), "kernel")
 
 
-async def dump_stack(pid: int, file: Path | None = None) -> ProcessStack:
+async def dump_stack(pid: int, file: Path | None = None) -> StackDump:
     """The stack of one process; `file` is the one that faulthandler writes to."""
     (stack,) = await dump_stacks([(pid, file)])
     return stack
 
 
-async def dump_stacks(processes: Iterable[tuple[int, Path | None]]) -> list[ProcessStack]:
+async def dump_stacks(processes: Iterable[tuple[int, Path | None]]) -> list[StackDump]:
     """The stacks of several processes, each given with its faulthandler file."""
     slots = asyncio.Semaphore(MAX_PY_SPY_PROCESSES)
     deadline = asyncio.get_running_loop().time() + ALL_DUMPS_TIMEOUT_S
     return list(await asyncio.gather(*(_dump(pid, file, slots, deadline) for pid, file in processes)))
 
 
-async def _dump(pid: int, file: Path | None, slots: asyncio.Semaphore, deadline: float) -> ProcessStack:
+async def _dump(pid: int, file: Path | None, slots: asyncio.Semaphore, deadline: float) -> StackDump:
     process = linux.read_process(pid)
-    found = ProcessStack(pid, process.state if process else "", _read(pid, "wchan"), _read(pid, "stack"), (), "kernel")
+    found = StackDump(pid, process.state if process else "", _read(pid, "wchan"), _read(pid, "stack"), (), "kernel")
     if process is None or process.dead:
         return found
     stopped = found.state == "T"
@@ -164,12 +164,12 @@ async def _faulthandler(pid: int, file: Path) -> str:
     if not linux.catches(pid, DUMP_SIGNAL):
         return ""
     try:
-        before = grown = await run_in_daemon_thread(partial(file_size, file))
+        before = grown = await run_in_daemon_thread(partial(stack_dump_size, file))
         os.kill(pid, DUMP_SIGNAL)
         async with asyncio.timeout(DUMP_TIMEOUT_S):
             while True:  # a dump has no end mark
                 await asyncio.sleep(SETTLE_TIME_S)
-                last, grown = grown, await run_in_daemon_thread(partial(file_size, file))
+                last, grown = grown, await run_in_daemon_thread(partial(stack_dump_size, file))
                 if last == grown > before:
                     break
         return await run_in_daemon_thread(partial(_read_from, file, before))
@@ -177,7 +177,7 @@ async def _faulthandler(pid: int, file: Path) -> str:
         return ""
 
 
-def file_size(file: Path) -> int:
+def stack_dump_size(file: Path) -> int:
     """0 if the file does not exist."""
     try:
         return file.stat().st_size

@@ -38,7 +38,7 @@ class CodeLocation(Struct, frozen=True):
     waits: bool = False
 
 
-def code_location(frames: Sequence[Frame]) -> CodeLocation:
+def stack_location(frames: Sequence[Frame]) -> CodeLocation:
     """The location of a worker with this stack, innermost frame first."""
     if not frames:
         return CodeLocation()

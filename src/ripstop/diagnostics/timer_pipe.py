@@ -23,10 +23,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from ripstop.diagnostics.evidence import signal_name
 from ripstop.diagnostics.timer_table import Timers
 from ripstop.model.errors import UsageError
-from ripstop.model.text_formatting import clean, truncate_bytes
+from ripstop.model.text_formatting import clean, signal_name, truncate_bytes
 
 log = logging.getLogger("ripstop.workers")
 
@@ -75,7 +74,7 @@ class Pipe:
         self._rest = b""
         self._skipping = False  # inside a line that is too long
         self._problem_logged = False
-        check_path(str(path), path)
+        check_pipe_path(str(path), path)
         try:
             with suppress(FileNotFoundError):
                 path.unlink()  # left over: no process reads it
@@ -127,7 +126,7 @@ class Pipe:
             )
 
 
-def check_path(name: str, path: Path) -> None:
+def check_pipe_path(name: str, path: Path) -> None:
     """Raise UsageError if the pipe cannot be created here; `name` is the path in the error message."""
     try:
         mode = path.stat().st_mode
@@ -142,11 +141,11 @@ def check_path(name: str, path: Path) -> None:
         raise UsageError(f"{name}: a pipe cannot be created there ({error.strerror}); choose another path") from None
     if not stat.S_ISFIFO(mode):
         raise UsageError(f"{name}: exists and is not a pipe; choose another path")
-    if in_use(path):
+    if is_pipe_in_use(path):
         raise UsageError(f"{name}: another agent uses this pipe; choose another path")
 
 
-def in_use(path: Path) -> bool:
+def is_pipe_in_use(path: Path) -> bool:
     """Whether another process reads this pipe."""
     try:
         if not stat.S_ISFIFO(path.stat().st_mode):
@@ -165,7 +164,7 @@ class ExpiredTimer(Struct, frozen=True):
     signal: int
 
 
-def reason(expired: Sequence[ExpiredTimer]) -> tuple[str, int]:
+def watchdog_reason(expired: Sequence[ExpiredTimer]) -> tuple[str, int]:
     """A message for the expired timers of a worker, and the first signal that one of them requests (0: none)."""
     timers = [
         f"{truncate_bytes(clean(timer.scope), 200)!r} ({timer.seconds:.1f} s)" for timer in expired[:_MAX_SHOWN_TIMERS]
@@ -208,7 +207,7 @@ class Watchdog:
             self._apply(request)
         for pid, expired in self._timers.expired(self._loop.time()).items():
             self._timers.forget(pid)
-            self._on_expired(pid, *reason(expired))
+            self._on_expired(pid, *watchdog_reason(expired))
         self._arm()
 
     def _apply(self, request: Request) -> None:

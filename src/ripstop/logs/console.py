@@ -32,8 +32,8 @@ from msgspec import Struct
 
 from ripstop.model.errors import StartError
 from ripstop.system.blocking_calls import settle
+from ripstop.system.disk_space import free_disk_space, release_reserved_space, reserve_disk_space
 from ripstop.system.inotify import GrowthWatch
-from ripstop.system.linux import free_range, release_reserved, reserve_range
 from ripstop.system.live_line import LiveLine
 from ripstop.system.safe_files import no_follow, open_to_append
 
@@ -81,7 +81,7 @@ class Console:
         """
         target = fd, fd in self._objects and not ignore_objects
         if target not in self._copiers:
-            self._copiers[target] = _ObjectCopier(fd, self._objects[fd]) if target[1] else _Copier(fd, self.live)
+            self._copiers[target] = _ConsoleObjectCopier(fd, self._objects[fd]) if target[1] else _Copier(fd, self.live)
         self._followed[path] = target
         prefixer = Prefixer(prefix) if prefix or target[1] else None
         filtered = _FilteredFile(line_filter, prefix) if line_filter else None
@@ -95,7 +95,7 @@ class Console:
         A console that nobody reads delays this, and nothing else.
         """
         copied = [
-            _call_back(partial(self._copiers[self._followed.pop(path)].finish, path))
+            _console_future(partial(self._copiers[self._followed.pop(path)].finish, path))
             for path in paths
             if path in self._followed
         ]
@@ -105,7 +105,7 @@ class Console:
     async def drain(self) -> None:
         """Finish all files, and wait for files that `finish` has begun."""
         await self.finish(tuple(self._followed))
-        for future in [_call_back(copier.call) for copier in self._copiers.values()]:
+        for future in [_console_future(copier.call) for copier in self._copiers.values()]:
             await future
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class Console:
         self._followed.clear()
 
 
-def _call_back(request: Callable[[Callable[[], None]], None]) -> "asyncio.Future[None]":
+def _console_future(request: Callable[[Callable[[], None]], None]) -> "asyncio.Future[None]":
     """A future that is done when another thread calls the function that `request` gets."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()
@@ -218,7 +218,7 @@ class _LogFile:
         if self._prefixer is None:
             data = self._without_partial_line(data)
         if self._keep_end_only and self._position - self._freed_until > 2 * _MIN_KEPT_BYTES:
-            self._freed_until = free_range(self.fd, self._freed_until, self._position - _MIN_KEPT_BYTES)
+            self._freed_until = free_disk_space(self.fd, self._freed_until, self._position - _MIN_KEPT_BYTES)
         if self._reserved_until is not None and self._position + RESERVED_BYTES // 2 > self._reserved_until:
             self._reserved_until = self._reserve()
         if self._filtered:
@@ -249,11 +249,11 @@ class _LogFile:
         """Reserve disk space after the end of the file; return the position up to which there is space."""
         start = self._position + self.unread()
         end = start + RESERVED_BYTES
-        if reserve_range(self.fd, start, end):
+        if reserve_disk_space(self.fd, start, end):
             return end
         self.found_disk_full = True
-        self._freed_until = free_range(self.fd, self._freed_until, self._position - _MIN_KEPT_BYTES_FULL_DISK)
-        return end if reserve_range(self.fd, start, end) else self._position
+        self._freed_until = free_disk_space(self.fd, self._freed_until, self._position - _MIN_KEPT_BYTES_FULL_DISK)
+        return end if reserve_disk_space(self.fd, start, end) else self._position
 
     def end(self) -> bytes:
         """What to write to the console after all output was read."""
@@ -264,7 +264,7 @@ class _LogFile:
     def close(self) -> None:
         if self._reserved_until is not None:
             with suppress(OSError):
-                release_reserved(self.fd, 2 * RESERVED_BYTES)
+                release_reserved_space(self.fd, 2 * RESERVED_BYTES)
         os.close(self.fd)
         if self._filtered:
             self._filtered.close()
@@ -415,7 +415,7 @@ class _Copier:
     def _write(self, data: bytes) -> None:
         view, at = memoryview(data), 0
         while at < len(data):
-            end = _end_of_lines(data, at, self._max_write_bytes)
+            end = _end_of_console_write(data, at, self._max_write_bytes)
             try:
                 at += os.write(self._fd, view[at:end])
             except BlockingIOError:  # another process that shares the console made it non-blocking
@@ -426,7 +426,7 @@ class _Copier:
                 return  # rule 3
 
 
-class _ObjectCopier(_Copier):
+class _ConsoleObjectCopier(_Copier):
     """Copies to an object of this program (rule 6)."""
 
     def __init__(self, fd: int, target: TextIO | None) -> None:
@@ -447,7 +447,7 @@ def _is_pipe(fd: int) -> bool:
         return False  # rule 3
 
 
-def _end_of_lines(data: bytes, at: int, size: int) -> int:
+def _end_of_console_write(data: bytes, at: int, size: int) -> int:
     """The end of a write of about `size` bytes.  Writes of several processes to a pipe mix above PIPE_BUF bytes."""
     if len(data) - at <= size:
         return len(data)

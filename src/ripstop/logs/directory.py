@@ -32,8 +32,14 @@ from ripstop.logs.console import RESERVED_BYTES, Console, LineFilter
 from ripstop.model.config import Logs, OutputStreams
 from ripstop.model.errors import StartError, UsageError
 from ripstop.model.round import Place
-from ripstop.system.linux import DISK_FULL_ERRORS, release_reserved, reserve_range
-from ripstop.system.safe_files import check_own_directory, make_own_directory, no_follow, open_to_append
+from ripstop.system.disk_space import DISK_FULL_ERRORS, release_reserved_space, reserve_disk_space
+from ripstop.system.safe_files import (
+    check_own_directory,
+    make_own_directory,
+    no_follow,
+    open_to_append,
+    rename_existing,
+)
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS
 
 log = logging.getLogger("ripstop.workers")
@@ -52,7 +58,7 @@ class LogDirectory:
         self._top = logs.directory or _temporary_directory()
         try:
             self._top = self._top.absolute()
-            self.path = self._top / file_name(run_id)
+            self.path = self._top / directory_name(run_id)
             _make_job_directory(self.path, temporary=logs.directory is None)
         except OSError as error:
             raise UsageError(_unusable(self._top, error.strerror)) from error
@@ -183,7 +189,7 @@ class RoundLogs:
                 fd = open_to_append(path)
                 try:
                     size, is_reserved = os.fstat(fd).st_size, self._is_evidence_only(local_rank, stream)
-                    if is_reserved and not reserve_range(fd, size, size + RESERVED_BYTES):
+                    if is_reserved and not reserve_disk_space(fd, size, size + RESERVED_BYTES):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
                 finally:
                     os.close(fd)
@@ -197,7 +203,7 @@ class RoundLogs:
             with suppress(OSError):  # the file that could not be made
                 fd = os.open(path, os.O_WRONLY | no_follow(path) | os.O_CLOEXEC)
                 try:
-                    release_reserved(fd, RESERVED_BYTES)
+                    release_reserved_space(fd, RESERVED_BYTES)
                 finally:
                     os.close(fd)
 
@@ -263,13 +269,13 @@ class RoundLogs:
         return OutputRoute.COPY if needs_evidence else OutputRoute.CONSOLE
 
 
-class KeptLogs(RoundLogs):
+class KeptRoundLogs(RoundLogs):
     """The files of a round in which some workers go on in place: these write to the files that they have opened."""
 
     def __init__(self, new: RoundLogs, kept: Mapping[int, RoundLogs]) -> None:
         self._new = new
         self._place = new._place
-        self._kept = {rank: logs._of(rank) if isinstance(logs, KeptLogs) else logs for rank, logs in kept.items()}
+        self._kept = {rank: logs._of(rank) if isinstance(logs, KeptRoundLogs) else logs for rank, logs in kept.items()}
         new.started = [rank for rank in range(new._place.slots) if rank not in kept]
 
     def use(self, new: RoundLogs) -> None:
@@ -344,7 +350,7 @@ def _round_directory(job: Path, round: int) -> Path:
     return job / f"round_{round}"
 
 
-def file_name(run_id: str) -> str:
+def directory_name(run_id: str) -> str:
     """The run id as a file name; different ids have different names."""
     safe = re.sub(r"[^A-Za-z0-9._-]", "_", run_id)[:100]
     if safe == run_id and safe.strip("."):
@@ -372,13 +378,3 @@ def _temporary_directory() -> Path:
 
 def _unusable(directory: Path, why: str | None) -> str:
     return f"workers' logs need a directory: {directory} cannot be used ({why}); name another with --log-dir."
-
-
-def rename_existing(path: Path) -> Path | None:
-    """Rename the file to `NAME.1`, or the next free number, if it exists; return its new name."""
-    if not os.path.lexists(path):
-        return None
-    number = 1
-    while os.path.lexists(free := path.with_name(f"{path.name}.{number}")):
-        number += 1
-    return path.rename(free)

@@ -82,17 +82,17 @@ def _incomplete_character(data: bytes) -> int:
 
 # waiting for more -----------------------------------------------------------------------------------------------------
 
-_waits: dict[tuple[asyncio.AbstractEventLoop, Path], "_GrowthWait"] = {}
+_waits: dict[tuple[asyncio.AbstractEventLoop, Path], "_LogGrowthWait"] = {}
 
 
-async def wait_until_larger(
+async def wait_for_larger_log(
     path: Path, size: int, timeout: float, finished: asyncio.Future[None] | None = None
 ) -> None:
     """Wait until a file is larger than `size`, until the timeout, or until `finished` is done."""
     key = (asyncio.get_running_loop(), path)
     wait = _waits.get(key)
     if wait is None:
-        wait = _waits[key] = _GrowthWait(path)
+        wait = _waits[key] = _LogGrowthWait(path)
     try:
         await wait.larger_than(size, timeout, finished)
     finally:
@@ -101,7 +101,7 @@ async def wait_until_larger(
             wait.close()
 
 
-class _GrowthWait:
+class _LogGrowthWait:
     """Watches one file for all callers that wait for it."""
 
     def __init__(self, path: Path) -> None:
@@ -129,7 +129,7 @@ class _GrowthWait:
             self._task.exception()  # mark it as retrieved: no caller waits for it
 
     async def _follow(self) -> None:
-        file = _WatchedFile(self._path)
+        file = _WatchedLog(self._path)
         try:
             while True:
                 self._size = await run_in_daemon_thread(file.arm_and_measure)
@@ -140,7 +140,7 @@ class _GrowthWait:
         finally:
             file.close()
 
-    async def _next_write(self, file: "_WatchedFile") -> None:
+    async def _next_write(self, file: "_WatchedLog") -> None:
         assert file.watch is not None, "measured, and closed by this task only"
         notifications = file.watch.fileno()
         if file.watch.needs_polling or notifications is None:
@@ -155,7 +155,7 @@ class _GrowthWait:
         file.watch.grown()
 
 
-class _WatchedFile:
+class _WatchedLog:
     """A file that is opened in a thread, and closed when neither the thread nor the event loop uses it."""
 
     def __init__(self, path: Path) -> None:

@@ -15,11 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from ripstop.logs.console import LineFilter
-from ripstop.logs.directory import OutputRoute, RoundLogs, rename_existing
+from ripstop.logs.directory import OutputRoute, RoundLogs
 from ripstop.model.config import Logs, OutputStreams, StreamMap
 from ripstop.model.errors import StartError
 from ripstop.model.round import Place
-from ripstop.system.safe_files import check_own_directory, make_own_directory, no_follow, open_to_append
+from ripstop.system.safe_files import (
+    check_own_directory,
+    make_own_directory,
+    no_follow,
+    open_to_append,
+    rename_existing,
+)
 from ripstop.workers.processes import Children, process_start_error
 
 PROGRAM = Path(__file__).with_name("plugin_process.py")
@@ -64,8 +70,8 @@ class LogsPlugin:
         return {
             "name": logs.specs,
             "log_dir": (None if logs.kept else os.devnull) if logs.directory is None else str(logs.directory),
-            "redirects": _streams(logs.redirects),
-            "tee": _streams(logs.tee),
+            "redirects": _plugin_streams(logs.redirects),
+            "tee": _plugin_streams(logs.tee),
             "shown": None if logs.shown is None else sorted(logs.shown),
         }
 
@@ -160,5 +166,5 @@ class PluginLogs(RoundLogs):
         return LineFilter(self._target(name), line_filter.words) if line_filter and name else None
 
 
-def _streams(streams: StreamMap) -> dict[str, Any]:
+def _plugin_streams(streams: StreamMap) -> dict[str, Any]:
     return {"default": int(streams.default), "by_rank": [(rank, int(choice)) for rank, choice in streams.by_rank]}

@@ -14,7 +14,7 @@ from typing import Any
 GROUP = "torchrun.logs_specs"
 
 
-def main(fd: int) -> None:
+def run_plugin(fd: int) -> None:
     with socket.socket(fileno=fd) as channel, channel.makefile("rw", encoding="utf-8") as lines:
         specs: Any = None
         for line in lines:
@@ -66,4 +66,4 @@ def reify(specs: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    run_plugin(int(sys.argv[1]))

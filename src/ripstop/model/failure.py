@@ -1,12 +1,15 @@
 """One worker's failure, and the report at the end of a job.
 
-Data only.  `diagnostics/evidence.py` truncates the texts, so that a failure fits into a message.
+Pure.  `diagnostics/evidence.py` truncates the texts, so that a failure fits into a message.
 """
+
+import signal
 
 from msgspec import Struct
 
 from ripstop.model.field_types import Int64, Items
 from ripstop.model.round import Outcome
+from ripstop.model.text_formatting import signal_name
 
 MAX_STANDINGS = 8  # process groups of one rank that are sent and kept
 
@@ -87,3 +90,17 @@ def how_it_ended(failure: Failure) -> str:
     if failure.signal:
         return f"died of {failure.signal}" + (", out of memory" if failure.oom else "")
     return "was not started" if failure.exitcode is None else f"exited with code {failure.exitcode}"
+
+
+def exit_reason(returncode: int) -> str:
+    """The exit status in words, of a worker that ripstop did not stop."""
+    if returncode >= 0:
+        return f"exited with code {returncode}"
+    name = signal_name(-returncode)
+    if returncode == -signal.SIGKILL:
+        return f"killed by {name}, which was not sent by ripstop"
+    try:
+        meaning = signal.strsignal(-returncode)
+    except ValueError:
+        meaning = None
+    return f"died of {name} ({meaning.lower()})" if meaning else f"died of {name}"

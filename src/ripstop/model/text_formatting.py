@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -50,6 +51,24 @@ def truncate_middle(text: str, max_bytes: int) -> str:
     return f"{head.decode('utf-8', 'ignore')}\n  …\n{tail.decode('utf-8', 'ignore')}"
 
 
+def truncate_columns(text: str, width: int) -> str:
+    """The beginning of a text on one line, in at most `width` columns."""
+    text = one_line(" ".join(text.split()))
+    if sum(map(_columns, text)) <= width:
+        return text
+    used = 1  # for the ellipsis
+    for end, character in enumerate(text):
+        used += _columns(character)
+        if used > width:
+            return f"{text[:end]}…"
+    return text
+
+
+def _columns(character: str) -> int:
+    """At least the columns that a terminal uses for this character; wide ones begin at U+1100."""
+    return 2 if character >= "\u1100" and character not in "…–’" else 1
+
+
 def ascii_json(value: Any) -> str:
     """Encode as compact JSON in ASCII.  Lone surrogates are replaced; NaN and infinity become null."""
     try:
@@ -81,6 +100,12 @@ def ranges(ranks: Sequence[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
 
 
+def cpu_ranges(numbers: Iterable[int]) -> str:
+    """`0-2,4`, as the kernel writes processors and NUMA nodes; `none` for no number."""
+    runs = consecutive(sorted(numbers))
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
+
+
 def consecutive(numbers: Sequence[int]) -> list[list[int]]:
     """Sorted numbers, divided into runs without gaps."""
     runs: list[list[int]] = []
@@ -90,3 +115,20 @@ def consecutive(numbers: Sequence[int]) -> list[list[int]]:
         else:
             runs.append([number])
     return runs
+
+
+def elapsed(seconds: float) -> str:
+    """`8 s`, `3 min 20 s`, `1 h 12 min`."""
+    whole = int(seconds)
+    for size, unit, smaller, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            rest = whole % size // smaller
+            return f"{whole // size} {unit}" + (f" {rest} {small}" if rest else "")
+    return f"{whole} s"
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"

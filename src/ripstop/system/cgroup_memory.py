@@ -51,7 +51,7 @@ def memory_cgroups(root: Path = ROOT) -> Iterator[MemoryCgroup]:
 
     In a container, the path may be the host's; then only the mounted cgroup has values, and it comes last.
     """
-    version, path = memory_cgroup_path(_text(root / "proc/self/cgroup"))
+    version, path = memory_cgroup_path(_cgroup_text(root / "proc/self/cgroup"))
     if not version:
         return
     files = _FILES[version]
@@ -76,7 +76,7 @@ def available_memory(root: Path = ROOT) -> int:
 
 def limit_below(process: int | str, name: str) -> Path:
     """The file with the limit of a cgroup of this name, below the one of a process; it may not exist."""
-    version, path = memory_cgroup_path(_text(ROOT / f"proc/{process}/cgroup"))
+    version, path = memory_cgroup_path(_cgroup_text(ROOT / f"proc/{process}/cgroup"))
     files = _FILES[version or 2]
     return ROOT / files.mount / path.lstrip("/") / name / files.limit
 
@@ -99,27 +99,27 @@ def machine_oom_kills(root: Path = ROOT) -> int | None:
 
 
 def _read(group: Path, files: _Files) -> MemoryCgroup:
-    limit, used = _number(_text(group / files.limit)), _number(_text(group / files.used))
+    limit, used = _number(_cgroup_text(group / files.limit)), _number(_cgroup_text(group / files.used))
     if used is not None:
         used -= _counted(group / "memory.stat", files.reclaimable) or 0
     return MemoryCgroup(
         limit=limit if limit is not None and limit < _NO_LIMIT else None,
         used=used,
-        peak=_number(_text(group / files.peak)),
+        peak=_number(_cgroup_text(group / files.peak)),
         oom_kills=_counted(group / files.oom_kills, "oom_kill"),
     )
 
 
 def _counted(file: Path, name: str) -> int | None:
     """The value of a `name value` line."""
-    for line in _text(file).splitlines():
+    for line in _cgroup_text(file).splitlines():
         match line.split():
             case [key, value] if key == name:
                 return _number(value)
     return None
 
 
-def _text(file: Path) -> str:
+def _cgroup_text(file: Path) -> str:
     try:
         with file.open(encoding="utf-8", errors="replace") as content:
             return content.read(_MAX_CHARS)

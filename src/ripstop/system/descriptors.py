@@ -31,7 +31,7 @@ class DescriptorReserve:
                 return
             self.close()
             if not self._has_warned:
-                log.warning("too few file descriptors are free: %s; %s", error.strerror, _remedy(error))
+                log.warning("too few file descriptors are free: %s; %s", error.strerror, _descriptor_remedy(error))
             self._has_warned = True
 
     def _fill(self) -> None:
@@ -39,9 +39,9 @@ class DescriptorReserve:
         spare: list[int] = []
         try:
             while len(self._held) < RESERVED_DESCRIPTORS:
-                self._held.append(_open())
+                self._held.append(_open_descriptor())
             while len(spare) < MIN_FREE_DESCRIPTORS:
-                spare.append(_open())
+                spare.append(_open_descriptor())
         finally:
             for descriptor in spare:
                 os.close(descriptor)
@@ -64,11 +64,11 @@ def _raise_limit() -> bool:
     return True
 
 
-def _remedy(error: OSError) -> str:
+def _descriptor_remedy(error: OSError) -> str:
     if error.errno != errno.EMFILE:
         return "raise sysctl fs.file-max"
     return f"the limit is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}; raise it (ulimit -n)"
 
 
-def _open() -> int:
+def _open_descriptor() -> int:
     return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

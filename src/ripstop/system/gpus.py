@@ -83,15 +83,15 @@ def load_nvml() -> ModuleType:
 
 def _uuids(nvml: ModuleType, handle: object) -> tuple[str, ...]:
     """The UUIDs of a GPU and of its MIG instances."""
-    uuids = [_text(nvml.nvmlDeviceGetUUID(handle))]
+    uuids = [_nvml_text(nvml.nvmlDeviceGetUUID(handle))]
     with suppress(nvml.NVMLError):  # no further instance, or no MIG
         for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
             instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-            uuids.append(_text(nvml.nvmlDeviceGetUUID(instance)))
+            uuids.append(_nvml_text(nvml.nvmlDeviceGetUUID(instance)))
     return tuple(uuids)
 
 
-def _text(value: str | bytes) -> str:
+def _nvml_text(value: str | bytes) -> str:
     """Older bindings return bytes, newer ones text."""
     return value.decode() if isinstance(value, bytes) else value
 
@@ -126,8 +126,8 @@ def _from_nvml() -> list[GpuDevice]:
             handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
             return [
                 GpuDevice(
-                    _sysfs_address(_text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
-                    _text(nvml.nvmlDeviceGetName(handle)),
+                    _sysfs_address(_nvml_text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
+                    _nvml_text(nvml.nvmlDeviceGetName(handle)),
                     _uuids(nvml, handle),
                 )
                 for handle in handles

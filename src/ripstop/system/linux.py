@@ -1,4 +1,4 @@
-"""Linux features that Python does not have: prctl, memory policies, fallocate, and readers for /proc.
+"""Linux features that Python does not have: prctl, memory policies, and readers for /proc.
 
 Reading every process of a large host is cheap: one small file each, `/proc/PID/stat`.
 """
@@ -18,23 +18,19 @@ from msgspec import Struct
 
 from ripstop.model.errors import StartError
 
-DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
-_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237, "ppc64le": 261, "s390x": 269}  # libc has no wrapper
 
 _subreaper_lock = threading.Lock()  # launches of one program may overlap, each in its own thread
 _subreaper_holds = 0  # counted for the process, since the kernel has one flag for it
 _was_subreaper = False  # before the first hold
-_APPEND_MARGIN_BYTES = 1 << 16  # after the end of a file, which another process may just fill
-_PUNCH_BYTES = 1 << 16  # a multiple of every usual block size
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # fields of /proc/PID/stat, counted from 0; times include those of children that the process has reaped
 _NAME, _STATE, _PARENT, _SESSION, _TIMES, _THREADS, _RESIDENT = 1, 2, 3, 5, slice(13, 17), 19, 23
 
 
-class Process(Struct, frozen=True):
+class LinuxProcess(Struct, frozen=True):
     """One line of `/proc/PID/stat`."""
 
     pid: int
@@ -101,7 +97,19 @@ def parent_death_signal(signum: int) -> Callable[[], None]:
     return partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
 
 
-def memory_policy_call() -> int | None:
+def exit_with_parent(parent: int) -> Callable[[], None]:
+    """For a child to call after the fork; it exits if its parent died before the parent-death signal was set."""
+    set_signal = parent_death_signal(signal.SIGKILL)
+
+    def set_signal_or_exit() -> None:
+        set_signal()
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return set_signal_or_exit
+
+
+def memory_policy_syscall() -> int | None:
     """The number of the set_mempolicy system call; None where it is not permitted (most containers)."""
     import ctypes
 
@@ -113,7 +121,7 @@ def memory_policy_call() -> int | None:
     return number if ctypes.get_errno() == errno.EINVAL else None
 
 
-def read_process(pid: int) -> Process | None:
+def read_process(pid: int) -> LinuxProcess | None:
     fields = stat_fields(pid)
     return None if fields is None else _process(pid, fields)
 
@@ -131,12 +139,12 @@ def stat_fields(pid: int) -> list[bytes] | None:
     return fields if len(fields) > _RESIDENT else None
 
 
-def _process(pid: int, fields: list[bytes]) -> Process:
+def _process(pid: int, fields: list[bytes]) -> LinuxProcess:
     name, state = fields[_NAME].decode(errors="replace"), fields[_STATE].decode()
-    return Process(pid, name, state, int(fields[_PARENT]), int(fields[_SESSION]))
+    return LinuxProcess(pid, name, state, int(fields[_PARENT]), int(fields[_SESSION]))
 
 
-def processes() -> Iterator[Process]:
+def processes() -> Iterator[LinuxProcess]:
     """All processes of this machine."""
     return (_process(pid, fields) for pid, fields in _all_fields())
 
@@ -159,7 +167,7 @@ def has_processes(sessions: Container[int]) -> bool:
     return False
 
 
-def children() -> list[Process]:
+def children() -> list[LinuxProcess]:
     """Our direct children, zombies included."""
     me = os.getpid()
     pids: set[int] = set()
@@ -208,7 +216,7 @@ def _proc_value(pid: int, file_name: str, key: bytes) -> bytes:
     return next((line.split()[1] for line in lines if line.startswith(key)), b"0")
 
 
-def load() -> float:
+def system_load() -> float:
     """Processes that run or wait for a CPU or a disk, per CPU, in the last minute."""
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
@@ -233,63 +241,3 @@ def catches(pid: int, signum: int) -> bool:
     """Whether the process has a handler for this signal."""
     caught = int(_proc_value(pid, "status", b"SigCgt:"), 16)
     return bool(caught >> (signum - 1) & 1)
-
-
-def free_range(fd: int, start: int, end: int) -> int:
-    """Free the disk space of a part of a file, without moving the rest; return up to where it is free now."""
-    end -= end % _PUNCH_BYTES
-    if end <= start:
-        return start
-    _fallocate(fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, start, end - start)
-    return end  # on a file system without holes, nothing is freed
-
-
-def reserve_range(fd: int, start: int, end: int) -> bool:
-    """Allocate disk space for a later write; False if the disk is full.
-
-    On a file system without allocation, the free space that it reports decides.
-    """
-    error = _fallocate(fd, _FALLOC_FL_KEEP_SIZE, start, end - start)
-    if error in (errno.EOPNOTSUPP, errno.ENOSYS):
-        return not is_full(fd)
-    return error not in DISK_FULL_ERRORS
-
-
-def release_reserved(fd: int, size: int) -> None:
-    """Free the disk space that `reserve_range` allocated in the `size` bytes after the end of the file.
-
-    Only ftruncate frees it on all file systems, but it also removes what another process appends meanwhile.  So it is
-    used only with a lease, which the kernel grants if no other process has the file open.  Otherwise a hole is made
-    behind the end; ext4 and btrfs ignore it.
-    """
-    import fcntl
-
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # for a process that opens the file; the default ends ours
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-    except OSError:
-        hole = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
-        _fallocate(fd, hole, os.fstat(fd).st_size + _APPEND_MARGIN_BYTES, size)
-        return
-    try:
-        os.ftruncate(fd, os.fstat(fd).st_size)
-    finally:
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-
-
-def is_full(where: "int | str | os.PathLike[str]") -> bool:
-    """Whether this file system has less than a page of free space."""
-    try:
-        found = os.statvfs(where)
-    except OSError:
-        return False
-    return found.f_blocks > 0 and found.f_bavail * found.f_frsize < _PAGE_BYTES
-
-
-def _fallocate(fd: int, mode: int, start: int, size: int) -> int:
-    """Return the errno; 0 for success."""
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    return ctypes.get_errno() if libc.fallocate(fd, mode, start, size) else 0

@@ -14,31 +14,24 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from stat import S_ISFIFO, S_ISSOCK
 
-from ripstop.model.text_formatting import one_line
+from ripstop.model.text_formatting import truncate_columns
 from ripstop.system.background_writer import BackgroundWriter
 from ripstop.system.blocking_calls import settle
+from ripstop.system.stderr_terminal import DIM, RESET, is_terminal, terminal_width, write_stderr
 
 HIDE_TIMEOUT_S = 1.0  # for a stopped terminal
-DEFAULT_WIDTH = 80
 MARGIN = 3  # columns that stay free: the terminal shows a pressed Ctrl-C there
 ERASE = b"\r\x1b[K"
 PREFIX = "[ripstop] "
-DIM, RESET = "\x1b[2m", "\x1b[0m"
-
-
-def is_terminal(environ: Mapping[str, str]) -> bool:
-    """Whether stderr is a terminal that understands escape sequences."""
-    return os.isatty(2) and environ.get("TERM", "dumb") != "dumb"
-
-
-def has_colors(environ: Mapping[str, str]) -> bool:
-    """Whether stderr may have colours; see no-color.org."""
-    return is_terminal(environ) and not environ.get("NO_COLOR")
 
 
 def can_show(environ: Mapping[str, str]) -> bool:
     """Whether stderr can have a live line.  The reader of a pipe at stdout may write to the same terminal."""
-    return is_terminal(environ) and not _is_pipe(1)
+    try:
+        mode = os.fstat(1).st_mode
+    except OSError:
+        mode = 0
+    return is_terminal(environ) and not (S_ISFIFO(mode) or S_ISSOCK(mode))
 
 
 class LiveLine:
@@ -117,34 +110,8 @@ class LiveLine:
         self._is_drawn = bool(text)
         if not text:
             return b""
-        line = cut(PREFIX + text, terminal_width() - MARGIN)
+        line = truncate_columns(PREFIX + text, terminal_width() - MARGIN)
         return (f"{DIM}{line}{RESET}" if self._colors else line).encode("utf-8", "replace")
-
-
-def cut(text: str, width: int) -> str:
-    """The beginning of a text on one line, in at most `width` columns."""
-    text = one_line(" ".join(text.split()))
-    if sum(map(_columns, text)) <= width:
-        return text
-    used = 1  # for the ellipsis
-    for end, character in enumerate(text):
-        used += _columns(character)
-        if used > width:
-            return f"{text[:end]}…"
-    return text
-
-
-def _columns(character: str) -> int:
-    """At least the columns that a terminal uses for this character; wide ones begin at U+1100."""
-    return 2 if character >= "\u1100" and character not in "…–’" else 1
-
-
-def terminal_width() -> int:
-    """Of stderr."""
-    try:
-        return os.get_terminal_size(2).columns or DEFAULT_WIDTH
-    except OSError:
-        return DEFAULT_WIDTH
 
 
 def _is_foreground() -> bool:
@@ -152,16 +119,3 @@ def _is_foreground() -> bool:
         return os.tcgetpgrp(2) == os.getpgrp()
     except OSError:  # not the terminal of this session: no shell uses it
         return True
-
-
-def _is_pipe(fd: int) -> bool:
-    try:
-        mode = os.fstat(fd).st_mode
-    except OSError:
-        return False
-    return S_ISFIFO(mode) or S_ISSOCK(mode)
-
-
-def write_stderr(data: bytes) -> None:
-    while data:
-        data = data[os.write(2, data) :]

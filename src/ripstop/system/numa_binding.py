@@ -9,13 +9,13 @@ job, because another job may use the others.
 `numa_topology.py` reads the machine; the zygote binds.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from msgspec import Struct
 
 from ripstop.model.config import Binding, Numa
 from ripstop.model.errors import UsageError
-from ripstop.model.text_formatting import consecutive
+from ripstop.model.text_formatting import cpu_ranges
 
 
 class Cpu(Struct, frozen=True):
@@ -54,8 +54,8 @@ def _binding(option: str, mode: Numa, topology: Topology, gpu_nodes: Sequence[in
     if not near:
         raise UsageError(
             f"{option}: GPU {gpu} is on NUMA node {node}, which has no processor that may be used here "
-            f"(allowed are {format_ranges(cpu.number for cpu in topology.cpus)}, on nodes "
-            f"{format_ranges({cpu.node for cpu in topology.cpus})}); allow some of node {node}, "
+            f"(allowed are {cpu_ranges(cpu.number for cpu in topology.cpus)}, on nodes "
+            f"{cpu_ranges({cpu.node for cpu in topology.cpus})}); allow some of node {node}, "
             "or omit the NUMA binding"
         )
     gpus = [other for other, its_node in enumerate(gpu_nodes) if its_node == node]
@@ -95,21 +95,3 @@ def _complex(near: Sequence[Cpu], place: int) -> list[Cpu]:
         groups.setdefault(cpu.cache, []).append(cpu)
     order = sorted(groups, key=lambda cache: (-len(groups[cache]), cache))
     return groups[order[place % len(order)]]
-
-
-# ranges in the kernel's notation -------------------------------------------------------------------------------------
-
-
-def parse_ranges(text: str) -> frozenset[int]:
-    """`0-2,4`."""
-    numbers: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        numbers.update(range(int(first), int(last or first) + 1))
-    return frozenset(numbers)
-
-
-def format_ranges(numbers: Iterable[int]) -> str:
-    """`0-2,4`; `none` for no number."""
-    runs = consecutive(sorted(numbers))
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"

@@ -8,10 +8,10 @@ from msgspec import Struct
 
 from ripstop.model.errors import UsageError
 from ripstop.system.gpus import PROC_GPUS, SYS, GpuDevice, list_gpus, visible_to_cuda
-from ripstop.system.numa_binding import Cpu, Topology, parse_ranges
+from ripstop.system.numa_binding import Cpu, Topology
 
 
-class VisibleGpus(Struct, frozen=True):
+class GpuNumaNodes(Struct, frozen=True):
     """The NUMA nodes of the GPUs that a worker sees, in its order, and a warning."""
 
     nodes: tuple[int, ...]
@@ -31,7 +31,7 @@ def read_topology(sys: Path = SYS, allowed: frozenset[int] | None = None) -> Top
     return Topology(tuple(cpus), _memory_nodes(sys))
 
 
-def visible_gpus(environ: Mapping[str, str], sys: Path = SYS, proc: Path = PROC_GPUS) -> VisibleGpus:
+def gpu_numa_nodes(environ: Mapping[str, str], sys: Path = SYS, proc: Path = PROC_GPUS) -> GpuNumaNodes:
     """The GPUs a worker with this environment will see.
 
     With several models CUDA puts the fastest first, unless CUDA_DEVICE_ORDER=PCI_BUS_ID; the note warns of that.
@@ -45,12 +45,12 @@ def visible_gpus(environ: Mapping[str, str], sys: Path = SYS, proc: Path = PROC_
         notes.append(f"the kernel reports no NUMA node for GPU {unknown}: using 0")
     if len({gpu.model for gpu in gpus}) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         notes.append("GPUs of several models: CUDA may order them differently; set CUDA_DEVICE_ORDER=PCI_BUS_ID")
-    return VisibleGpus(tuple(node or 0 for node in nodes), "; ".join(notes))
+    return GpuNumaNodes(tuple(node or 0 for node in nodes), "; ".join(notes))
 
 
 def _cpu(sys: Path, number: int, node: int) -> Cpu:
     home = sys / f"devices/system/cpu/cpu{number}"
-    core = min(parse_ranges(_read(home / "topology/thread_siblings_list")))
+    core = min(parse_cpu_ranges(_read(home / "topology/thread_siblings_list")))
     socket = max(int(_read(home / "topology/physical_package_id")), 0)
     return Cpu(number, core, _last_cache(home, number), node, socket)
 
@@ -60,19 +60,21 @@ def _last_cache(home: Path, number: int) -> int:
     level, sharers = 0, frozenset({number})
     for cache in sorted(home.glob("cache/index[0-9]*")):
         if _read(cache / "type") != "Instruction" and int(_read(cache / "level")) > level:
-            level, sharers = int(_read(cache / "level")), parse_ranges(_read(cache / "shared_cpu_list"))
+            level, sharers = int(_read(cache / "level")), parse_cpu_ranges(_read(cache / "shared_cpu_list"))
     return min(sharers)
 
 
 def _nodes(sys: Path) -> dict[int, int]:
     """The NUMA node of every processor; empty for a kernel without NUMA."""
     homes = sys.glob("devices/system/node/node[0-9]*")
-    return {cpu: int(home.name.removeprefix("node")) for home in homes for cpu in parse_ranges(_read(home / "cpulist"))}
+    return {
+        cpu: int(home.name.removeprefix("node")) for home in homes for cpu in parse_cpu_ranges(_read(home / "cpulist"))
+    }
 
 
 def _memory_nodes(sys: Path) -> frozenset[int]:
     try:
-        return parse_ranges(_read(sys / "devices/system/node/has_memory"))
+        return parse_cpu_ranges(_read(sys / "devices/system/node/has_memory"))
     except (OSError, ValueError):
         return frozenset()
 
@@ -89,3 +91,12 @@ def _gpu_node(sys: Path, gpu: GpuDevice) -> int | None:
 
 def _read(path: Path) -> str:
     return path.read_text(encoding="ascii").strip()
+
+
+def parse_cpu_ranges(text: str) -> frozenset[int]:
+    """`0-2,4`, as the kernel writes processors and NUMA nodes."""
+    numbers: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return frozenset(numbers)

@@ -73,3 +73,13 @@ def replace_file(path: Path, text: str) -> None:
     except OSError:
         draft.unlink(missing_ok=True)
         raise
+
+
+def rename_existing(path: Path) -> Path | None:
+    """Rename the file to `NAME.1`, or the next free number, if it exists; return its new name."""
+    if not os.path.lexists(path):
+        return None
+    number = 1
+    while os.path.lexists(free := path.with_name(f"{path.name}.{number}")):
+        number += 1
+    return path.rename(free)

@@ -67,7 +67,7 @@ def _make(path: Path) -> os.stat_result:
             return path.lstat()
 
 
-def _lock(path: Path) -> int:
+def _lock_socket_directory(path: Path) -> int:
     """Open and lock the directory.  FileNotFoundError: it was removed; BlockingIOError: another agent may remove it."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -88,7 +88,7 @@ class HeldDirectory:
         while True:
             self.path = socket_directory(environ)
             try:
-                self._fd = _lock(self.path)
+                self._fd = _lock_socket_directory(self.path)
                 return
             except FileNotFoundError:  # another agent has just removed it
                 continue

@@ -19,7 +19,8 @@ from ripstop.model.event_json import to_dict
 from ripstop.model.events import EventRecord, kind
 from ripstop.model.text_formatting import ascii_json, clean, one_line
 from ripstop.system.background_writer import BackgroundWriter
-from ripstop.system.live_line import DIM, RESET, LiveLine, has_colors, write_stderr
+from ripstop.system.live_line import LiveLine
+from ripstop.system.stderr_terminal import DIM, RESET, has_colors, write_stderr
 from ripstop.telemetry.log_lines import log_line
 
 FORMAT = "[ripstop] %(asctime)s.%(msecs)03d %(levelname).1s %(message)s"

@@ -258,7 +258,7 @@ class Children:
         found: set[int] = set()
         for process in alive.values():
             line: list[int] = []
-            ancestor: linux.Process | None = process
+            ancestor: linux.LinuxProcess | None = process
             while ancestor is not None and ancestor.pid not in found:
                 line.append(ancestor.pid)
                 if ancestor.session in sessions or ancestor.pid in adopted:
@@ -270,7 +270,7 @@ class Children:
                     found.update(line)
         return sorted(found - self._unkillable)
 
-    def _is_adopted(self, process: linux.Process) -> bool:
+    def _is_adopted(self, process: linux.LinuxProcess) -> bool:
         return (
             process.parent == os.getpid()
             and process.pid not in self._claimed

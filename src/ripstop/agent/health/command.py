@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from ripstop.agent.health.assessment import CommandResult
@@ -87,7 +87,7 @@ class _Process:
                 stderr=self._output,
                 env=dict(self._environ),
                 process_group=0,
-                preexec_fn=exit_with_parent(os.getpid()),  # noqa: PLW1509  # it only calls prctl and getppid
+                preexec_fn=linux.exit_with_parent(os.getpid()),  # noqa: PLW1509  # it only calls prctl and getppid
             )
         except Exception as error:
             return error
@@ -103,18 +103,6 @@ class _Process:
         with self._lock:
             self._group = 0
         return process.wait()
-
-
-def exit_with_parent(parent: int) -> Callable[[], None]:
-    """For a child to call after the fork; it exits if its parent died before the parent-death signal was set."""
-    set_signal = linux.parent_death_signal(signal.SIGKILL)
-
-    def set_signal_or_exit() -> None:
-        set_signal()
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return set_signal_or_exit
 
 
 class _Output:

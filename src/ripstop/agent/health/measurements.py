@@ -34,8 +34,10 @@ class HealthProbe:
         self._command_result: CommandResult | None = None  # the latest
         self._has_failed = False
         places = ((log_directory, "logs"), (environ.get("TMPDIR") or "/tmp", "temporary files"))
-        self._disks = ExclusiveCall[tuple[Disk, ...]](partial(read_disks, places if limits.min_disk else ()), ())
-        self._gpus = ExclusiveCall["tuple[GpuHealth, ...]"](partial(read_gpus, environ.get("CUDA_VISIBLE_DEVICES")), ())
+        self._disks = ExclusiveCall[tuple[Disk, ...]](partial(measure_disks, places if limits.min_disk else ()), ())
+        self._gpus = ExclusiveCall["tuple[GpuHealth, ...]"](
+            partial(measure_gpus, environ.get("CUDA_VISIBLE_DEVICES")), ()
+        )
         self._known_gpus: tuple[str, ...] = ()  # of the first read that found any
 
     async def read(self, skew: float | None) -> HealthFacts:
@@ -65,7 +67,7 @@ class HealthProbe:
         return self._command_result
 
 
-def read_disks(places: tuple[tuple[str, str], ...]) -> tuple[Disk, ...]:
+def measure_disks(places: tuple[tuple[str, str], ...]) -> tuple[Disk, ...]:
     """The file systems of these directories, each once; only writable directories count."""
     found: dict[int, Disk] = {}
     for path, use in places:
@@ -76,7 +78,7 @@ def read_disks(places: tuple[tuple[str, str], ...]) -> tuple[Disk, ...]:
     return tuple(found.values())
 
 
-def read_gpus(visible: str | None) -> "tuple[GpuHealth, ...]":
+def measure_gpus(visible: str | None) -> "tuple[GpuHealth, ...]":
     from ripstop.system.gpus import read_health  # in the thread: it is not needed to start workers
 
     return read_health(visible)

@@ -10,7 +10,7 @@ import msgspec
 
 from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand, RunningJob, table
 from ripstop.cli.options.flags import HELP_FLAG, Flag
-from ripstop.logs.directory import file_name
+from ripstop.logs.directory import directory_name
 from ripstop.model.errors import RipstopError, UsageError
 from ripstop.model.event_json import from_json
 from ripstop.model.events import EventRecord
@@ -74,7 +74,7 @@ def report(command: ParsedCommand) -> None:
     elif output:
         _write(output, render(made))
     else:
-        name = f"{file_name(made.summary.run_id or 'job')}-report.html"
+        name = f"{directory_name(made.summary.run_id or 'job')}-report.html"
         _write(str(directory / REPORT_PAGE if directory else Path(name)), render(made))
     if not command.as_json and output != "-":
         print(summary_line(made))

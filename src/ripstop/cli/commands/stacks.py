@@ -3,7 +3,7 @@
 from typing import Any
 
 from ripstop.cli.job_client import JOB_HELP, JobCommand, ParsedCommand
-from ripstop.diagnostics.hang_analysis import describe_collectives, describe_position
+from ripstop.diagnostics.hang_analysis import describe_hung_collectives, describe_position
 from ripstop.model.failure import CollectiveProgress
 from ripstop.model.text_formatting import rank_list
 
@@ -39,7 +39,7 @@ def render(reply: dict[str, Any]) -> list[str]:
             lines.append(f"  flight recorder: {describe_position(recorded[rank])}")
         elif "recorder" in stack:
             unrecorded.setdefault(str(stack["recorder"]), []).append(rank)
-    if len(recorded) > 1 and (difference := describe_collectives(recorded)):
+    if len(recorded) > 1 and (difference := describe_hung_collectives(recorded)):
         lines.append(f"flight recorder: {difference}")
     lines += [f"flight recorder of {rank_list(ranks)}: {why}" for why, ranks in unrecorded.items()]
     lines += [f"node {node['node']} did not reply: {node['why']}" for node in reply["unanswered"]]

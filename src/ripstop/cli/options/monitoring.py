@@ -85,12 +85,12 @@ def timer_pipe(environ: Mapping[str, str], notes: list[str]) -> Path | None:
         return None
     from tempfile import gettempdir
 
-    from ripstop.diagnostics.timer_pipe import check_path, in_use
+    from ripstop.diagnostics.timer_pipe import check_pipe_path, is_pipe_in_use
 
     file = environ.get(TIMER_FILE)
     path = Path(file).absolute() if file else Path(gettempdir(), f"watchdog_timer_{os.urandom(16).hex()}")
-    if in_use(path):  # for example in a worker that starts a job itself
+    if is_pipe_in_use(path):  # for example in a worker that starts a job itself
         path = path.with_name(f"{path.name}_{os.urandom(4).hex()}")
         notes.append(f"{TIMER_FILE}={file}: another agent uses this pipe; this job uses {path}")
-    check_path(f"{TIMER_FILE}={file}" if file else f"{path}", path)
+    check_pipe_path(f"{TIMER_FILE}={file}" if file else f"{path}", path)
     return path

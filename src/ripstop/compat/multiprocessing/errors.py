@@ -21,8 +21,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from ripstop.diagnostics.evidence import parse_error_file, signal_name
-from ripstop.logs.directory import rename_existing
+from ripstop.diagnostics.evidence import parse_error_evidence
+from ripstop.model.text_formatting import signal_name
+from ripstop.system.safe_files import rename_existing
 from ripstop.workers import error_file as recording
 
 __all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"]
@@ -65,7 +66,7 @@ def _content(data: bytes, size: int) -> dict[str, Any]:
         content = None
     if isinstance(content, dict) and isinstance(content.get("message"), str | dict):
         return content
-    return {"message": parse_error_file(data[: 1 << 20], size).message}
+    return {"message": parse_error_evidence(data[: 1 << 20], size).message}
 
 
 # failures -----------------------------------------------------------------------------------------------------------

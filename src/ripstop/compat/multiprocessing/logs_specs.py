@@ -18,7 +18,7 @@ from enum import IntFlag
 from pathlib import Path
 from typing import Any
 
-from ripstop.logs.directory import rename_existing
+from ripstop.system.safe_files import rename_existing
 
 CONSOLE = ""  # instead of a log file's name
 

@@ -41,15 +41,15 @@ def binding_of(numa_options: Any, local_rank: int) -> Callable[[], None] | None:
     if numa_options is None:
         return None
     from ripstop.system.numa_binding import bindings
-    from ripstop.system.numa_topology import read_topology, visible_gpus
+    from ripstop.system.numa_topology import gpu_numa_nodes, read_topology
 
     mode = Numa(getattr(numa_options.affinity_mode, "value", numa_options.affinity_mode))
     try:
-        gpus = visible_gpus(os.environ).nodes
+        gpus = gpu_numa_nodes(os.environ).nodes
         binding = bindings("numa_options", mode, read_topology(), gpus, local_rank + 1)[local_rank]
     except RipstopError as error:
         if not numa_options.should_fall_back_if_binding_fails:
             raise
         log.warning("worker %s is not bound: %s", local_rank, error)
         return None
-    return Bind(binding, linux.memory_policy_call() if binding.memory is not None else None)
+    return Bind(binding, linux.memory_policy_syscall() if binding.memory is not None else None)
