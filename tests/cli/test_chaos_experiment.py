@@ -7,21 +7,20 @@ from ripstop.cli.chaos.experiment import (
     Finish,
     Inject,
     Injected,
-    Outcome,
     Report,
-    Result,
     Sample,
     Sampled,
     Tick,
 )
-from ripstop.cli.chaos.plan import FaultSpec, ScheduledFault
+from ripstop.cli.chaos.plan import PlannedFault, ScheduledFault
+from ripstop.cli.chaos.results import Outcome, Result
 from ripstop.model import events
 from ripstop.model.events import EventRecord
 from ripstop.model.fault_injection import FaultKind
 
-KILL = ScheduledFault(1, 10.0, FaultSpec(FaultKind.WORKER_KILL), 0.5)
-STOP = ScheduledFault(1, 10.0, FaultSpec(FaultKind.WORKER_STOP, options={"seconds": 5}), 0.5)
-DROP = ScheduledFault(2, 20.0, FaultSpec(FaultKind.CONNECTION_DROP), 0.5)
+KILL = ScheduledFault(1, 10.0, PlannedFault(FaultKind.WORKER_KILL), 0.5)
+STOP = ScheduledFault(1, 10.0, PlannedFault(FaultKind.WORKER_STOP, options={"seconds": 5}), 0.5)
+DROP = ScheduledFault(2, 20.0, PlannedFault(FaultKind.CONNECTION_DROP), 0.5)
 REPLY = Injected("f1", "b", 1, round=1)
 
 

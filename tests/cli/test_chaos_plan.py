@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ripstop.cli.chaos.plan import FaultSpec, Plan, ScheduledFault, Target, find_target, make_schedule, parse_plan
+from ripstop.cli.chaos.plan import Plan, PlannedFault, ScheduledFault, Target, find_target, make_schedule, parse_plan
 from ripstop.model.errors import UsageError
 from ripstop.model.fault_injection import FaultKind
 
@@ -36,9 +36,9 @@ size = "1G"
 def test_a_plan_is_read() -> None:
     assert parse_plan("p.toml", PLAN) == Plan(
         (
-            FaultSpec(FaultKind.WORKER_KILL),
-            FaultSpec(FaultKind.WORKER_SLOW, 3, options={"seconds": 60, "percent": 80}),
-            FaultSpec(FaultKind.DISK_FILL, None, "gpu2", {"bytes": 1 << 30}),
+            PlannedFault(FaultKind.WORKER_KILL),
+            PlannedFault(FaultKind.WORKER_SLOW, 3, options={"seconds": 60, "percent": 80}),
+            PlannedFault(FaultKind.DISK_FILL, None, "gpu2", {"bytes": 1 << 30}),
         ),
         count=4,
         every=20.0,
@@ -102,7 +102,7 @@ def test_a_bad_plan_is_one_line_with_the_value_and_the_remedy(text: str, error: 
 
 @given(st.integers(0, 2**31 - 1), st.integers(1, 40))
 def test_a_schedule_depends_on_its_seed_alone_and_has_every_fault_equally_often(seed: int, count: int) -> None:
-    specs = tuple(FaultSpec(kind) for kind in FaultKind)
+    specs = tuple(PlannedFault(kind) for kind in FaultKind)
     plan = Plan(specs, count, every=20.0)
     schedule = make_schedule(plan, seed)
     assert schedule == make_schedule(plan, seed)
@@ -114,13 +114,13 @@ def test_a_schedule_depends_on_its_seed_alone_and_has_every_fault_equally_often(
 
 
 def test_another_seed_makes_another_schedule() -> None:
-    plan = Plan(tuple(FaultSpec(kind) for kind in FaultKind), 10)
+    plan = Plan(tuple(PlannedFault(kind) for kind in FaultKind), 10)
     assert make_schedule(plan, 7) != make_schedule(plan, 8)
 
 
 def test_a_schedule_is_the_same_in_every_version() -> None:
     """Reports name a seed, which must mean the same later."""
-    plan = Plan((FaultSpec(FaultKind.WORKER_KILL), FaultSpec(FaultKind.AGENT_STOP)), 3, every=10.0)
+    plan = Plan((PlannedFault(FaultKind.WORKER_KILL), PlannedFault(FaultKind.AGENT_STOP)), 3, every=10.0)
     assert [(f.spec.kind.value, round(f.at, 3), round(f.draw, 3)) for f in make_schedule(plan, 7)] == [
         ("worker-kill", 11.509, 0.072),
         ("agent-stop", 21.868, 0.366),
@@ -136,7 +136,7 @@ NODES = [node("b", 2), node("a", 0), node("spare", -1)]
 
 
 def target(kind: FaultKind, draw: float = 0.0, nodes: list[Any] = NODES, **where: Any) -> Target:
-    return find_target(ScheduledFault(1, 1.0, FaultSpec(kind, **where), draw), nodes, coordinator="a")
+    return find_target(ScheduledFault(1, 1.0, PlannedFault(kind, **where), draw), nodes, coordinator="a")
 
 
 @pytest.mark.parametrize(("draw", "expected"), [(0.0, Target("a", 0)), (0.5, Target("b", 2)), (0.999, Target("b", 3))])

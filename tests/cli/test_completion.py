@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ripstop.cli import COMMANDS, main
-from ripstop.cli.commands.completion import SHELLS, commands_flags, script
+from ripstop.cli.commands.completion import SHELLS, flags_to_complete, script
 
 BIN = str(Path(sys.executable).parent)
 BASH = """
@@ -96,7 +96,7 @@ def test_zsh_completes(line: str, found: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SHELLS)
 def test_every_flag_is_known_to_every_shell(name: str) -> None:
     text = script(name)
-    flags = {flag.name.removeprefix("--") for own in commands_flags().values() for flag in own}
+    flags = {flag.name.removeprefix("--") for own in flags_to_complete().values() for flag in own}
     assert [word for word in (*COMMANDS, *flags) if word not in text] == []
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ripstop.cli import main
-from ripstop.cli.commands.run import configure
+from ripstop.cli.commands.run import configure_run
 from ripstop.model.config import Module, OutputStreams, RunConfig, Script, StreamMap, Timing
 
 Read = Callable[..., RunConfig]
@@ -20,7 +20,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
 
     def read(text: str, arguments: str = "train.py", environ: dict[str, str] | None = None) -> RunConfig:
         (tmp_path / "job.toml").write_text(text)
-        return configure(["--config=job.toml", *arguments.split()], environ or {})
+        return configure_run(["--config=job.toml", *arguments.split()], environ or {})
 
     return read
 

@@ -10,8 +10,8 @@ import pytest
 
 from ripstop.cli import main
 from ripstop.cli.commands.kube import COMMANDS
-from ripstop.cli.kube.cluster import describe, is_rolled_out, ripstop_command, waiting_reason
-from ripstop.cli.kube.job import objects, parse_arguments
+from ripstop.cli.kube.cluster_commands import describe_job, is_rolled_out, ripstop_command, waiting_reason
+from ripstop.cli.kube.job_objects import job_objects, parse_kube_arguments
 from ripstop.kubernetes.manifests import Owner, pod
 from ripstop.kubernetes.spec import Spec, read
 
@@ -20,7 +20,7 @@ TORCHRUN = "--nnodes=2:4 --nproc-per-node=8 --max-restarts=3 train.py --lr 0.1"
 
 
 def render(line: str) -> list[dict[str, Any]]:
-    return objects(parse_arguments([IMAGE, *line.split()]), "t0ken")
+    return job_objects(parse_kube_arguments([IMAGE, *line.split()]), "t0ken")
 
 
 def spec(line: str) -> dict[str, Any]:
@@ -289,7 +289,7 @@ def test_a_job_is_described_with_its_pods_and_what_happened() -> None:
         {"metadata": {"name": "train-1"}, "spec": {}},
     ]
     events = [{"lastTimestamp": "2026-01-01T00:00:01Z", "reason": "Running", "message": "1 nodes"}]
-    assert describe(job, pods, events).splitlines() == [
+    assert describe_job(job, pods, events).splitlines() == [
         "NAME   PHASE    NODES  WANTED  ROUND  RESTARTS  GOODPUT",
         "train  Running  1      2       3      -         -",
         "Running since 2026-01-01T00:00:00Z: 1 nodes",

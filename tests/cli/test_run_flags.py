@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.cli.commands.run import configure
+from ripstop.cli.commands.run import configure_run
 from ripstop.cli.options.flags import ParsedArguments
 from ripstop.cli.options.rendezvous import RendezvousOptions, with_ranking
 from ripstop.diagnostics.timer_pipe import Pipe
@@ -44,7 +44,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
     monkeypatch.chdir(tmp_path)
 
     def read(arguments: str, environ: dict[str, str] | None = None) -> RunConfig:
-        return configure(arguments.split(), environ or {})
+        return configure_run(arguments.split(), environ or {})
 
     return read
 

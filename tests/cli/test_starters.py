@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ripstop.cli import main
-from ripstop.cli.commands.run import configure
+from ripstop.cli.commands.run import configure_run
 from ripstop.cli.dry_run import describe
 from ripstop.model.config import STOP_SIGNALS, Backend, RunConfig, UserKey
 from ripstop.model.errors import UsageError
@@ -25,7 +25,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
     """Reads a command line in a directory that holds train.py."""
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
-    return lambda arguments, environ: configure(arguments.split(), environ)
+    return lambda arguments, environ: configure_run(arguments.split(), environ)
 
 
 # Slurm ----------------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_a_batch_script_without_srun_runs_one_node_and_says_so(read: Read) -> No
 def test_each_gpu_of_the_step_gets_a_worker(
     read: Read, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], slots: int
 ) -> None:
-    monkeypatch.setattr("ripstop.cli.options.devices.installed", lambda: None)
+    monkeypatch.setattr("ripstop.system.gpus.installed_gpu_count", lambda: None)
     assert read("train.py", srun(1, **variables)).slots == slots
 
 

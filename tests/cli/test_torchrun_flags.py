@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.cli.commands.run import FLAGS, configure
+from ripstop.cli.commands.run import FLAGS, configure_run
 from ripstop.cli.options.flags import parse
 from ripstop.model.config import Module, Numa, RunConfig, Script
 
@@ -45,7 +45,7 @@ def torchs_names() -> set[str]:
 
 
 def ours(arguments: str) -> RunConfig:
-    return configure(arguments.split(), {})
+    return configure_run(arguments.split(), {})
 
 
 def test_every_flag_of_torchrun_is_known_in_each_spelling_and_takes_a_value_where_torchs_does() -> None:
@@ -114,7 +114,7 @@ def test_a_list_of_filters_is_read_as_torchrun_reads_it(arguments: str) -> None:
     if not any(action.dest == "duplicate_stdout_filters" for action in torchs_actions()):
         pytest.skip("this torchrun has no such flag yet")
     argv = [f"--duplicate-stdout-filters={arguments}", "-t", "1", "train.py"]
-    config = configure(argv, {})
+    config = configure_run(argv, {})
     assert config.logs.stdout_filters == tuple(torchrun.parse_args(argv).duplicate_stdout_filters)
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ripstop.cli.commands.coordinator import configure as configure_coordinator
-from ripstop.cli.commands.run import configure
+from ripstop.cli.commands.coordinator import configure_coordinator
+from ripstop.cli.commands.run import configure_run
 from ripstop.cli.dry_run import describe
 from ripstop.model.config import Tracing
 
@@ -14,7 +14,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 def read(environ: dict[str, str]) -> tuple[Tracing | None, tuple[str, ...]]:
     """The configuration, and the notes about it."""
-    config = configure([__file__], {"PATH": "/bin", **environ})
+    config = configure_run([__file__], {"PATH": "/bin", **environ})
     return config.tracing, tuple(note for note in config.notes if "OTEL" in note or "TRACEPARENT" in note)
 
 
@@ -41,7 +41,7 @@ def test_an_endpoint_enables_traces_and_is_shown_without_secrets(environ: dict[s
 
 
 def test_secrets_are_not_part_of_the_configuration() -> None:
-    config = configure([__file__], {**HERE, "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Basic%20s3cret"})
+    config = configure_run([__file__], {**HERE, "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Basic%20s3cret"})
     assert "http://here:4318" in describe(config, {})
     assert "s3cret" not in describe(config, {}) + repr(config)
 
@@ -93,7 +93,7 @@ def test_an_invalid_traceparent_is_noted_and_the_job_starts_a_new_trace(text: st
 
 
 def test_a_job_without_a_coordinator_sends_no_traces() -> None:
-    config = configure(["--rdzv-backend=theirs", __file__], HERE, registered=["theirs"])
+    config = configure_run(["--rdzv-backend=theirs", __file__], HERE, registered=["theirs"])
     assert config.tracing is None
     assert any("ENDPOINT has no effect with another package's rendezvous handler" in note for note in config.notes)
 

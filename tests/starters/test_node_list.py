@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ripstop.model.errors import UsageError
-from ripstop.starters.node_list import expand
+from ripstop.starters.node_list import expand_node_list
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from ripstop.starters.node_list import expand
     ],
 )
 def test_a_node_list_is_expanded_in_its_order(text: str, nodes: str) -> None:
-    assert expand("LIST", text) == tuple(nodes.split())
+    assert expand_node_list("LIST", text) == tuple(nodes.split())
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_node_list_is_expanded_in_its_order(text: str, nodes: str) -> None:
 )
 def test_a_list_that_cannot_be_read_is_an_error_that_quotes_it(text: str, seen: str) -> None:
     with pytest.raises(UsageError) as caught:
-        expand("SLURM_STEP_NODELIST", text)
+        expand_node_list("SLURM_STEP_NODELIST", text)
     assert str(caught.value).startswith(f"SLURM_STEP_NODELIST={text}: ")
     assert seen in str(caught.value)
 
@@ -61,7 +61,7 @@ def test_a_list_that_cannot_be_read_is_an_error_that_quotes_it(text: str, seen: 
 @given(st.text("n1-[],a 0", max_size=12))
 def test_any_text_is_a_list_of_names_or_a_usage_error(text: str) -> None:
     try:
-        nodes = expand("LIST", text)
+        nodes = expand_node_list("LIST", text)
     except UsageError:
         return
     assert nodes

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from ripstop.cli.commands.coordinator import configure as configure_coordinator
-from ripstop.cli.commands.run import configure
+from ripstop.cli.commands.coordinator import configure_coordinator
+from ripstop.cli.commands.run import configure_run
 from ripstop.launch import bind_endpoint
 from ripstop.model.config import Tls
 from ripstop.model.errors import UsageError
@@ -34,7 +34,7 @@ def conf(tls: Tls) -> str:
 def usage_error(tls: Tls) -> str:
     """The error of the command line for these certificates."""
     with pytest.raises(UsageError) as raised:
-        configure([conf(tls), "--no-python", "true"], {})
+        configure_run([conf(tls), "--no-python", "true"], {})
     return str(raised.value)
 
 
@@ -220,14 +220,16 @@ def test_rejected_peers_that_do_not_close_take_a_limited_number_of_descriptors(
 
 def test_certificates_are_read_from_the_command_line(authority: Authority) -> None:
     tls = authority.node("a")
-    run = configure([conf(tls), "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=h", "--no-python", "true"], {})
+    run = configure_run(
+        [conf(tls), "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=h", "--no-python", "true"], {}
+    )
     assert (run.tls, run.notes) == (tls, ())  # and no warning: only nodes of the authority can join
     alone = configure_coordinator([conf(tls), "--rdzv-endpoint=h"], {})
     assert (alone.tls, alone.notes) == (tls, ())
 
 
 def test_certificates_for_a_single_node_are_a_note(authority: Authority) -> None:
-    config = configure([conf(authority.node("a")), "--no-python", "true"], {})
+    config = configure_run([conf(authority.node("a")), "--no-python", "true"], {})
     assert "--rdzv-conf tls_… has no effect on a single node: there are no connections to encrypt" in config.notes
 
 
@@ -252,7 +254,7 @@ def test_a_key_that_everyone_can_read_is_a_note(authority: Authority, tmp_path: 
     key = tmp_path / "open.key"
     shutil.copy(tls.key, key)
     key.chmod(0o644)
-    config = configure([conf(replace(tls, key=key)), "--no-python", "true"], {})
+    config = configure_run([conf(replace(tls, key=key)), "--no-python", "true"], {})
     assert f"--rdzv-conf tls_key={key}: everyone can read it; chmod 600 {key}" in config.notes
 
 
@@ -279,7 +281,7 @@ def test_a_ca_that_is_not_an_authority_is_an_error(authority: Authority) -> None
 def test_a_host_whose_certificate_is_for_another_name_does_not_start(authority: Authority) -> None:
     tls = authority.node("elsewhere", names="DNS:elsewhere")
     endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
-    config = configure([conf(tls), "--nnodes=2", "--rdzv-backend=c10d", endpoint, "--no-python", "true"], {})
+    config = configure_run([conf(tls), "--nnodes=2", "--rdzv-backend=c10d", endpoint, "--no-python", "true"], {})
     with pytest.raises(UsageError, match=r"is not for 127\.0\.0\.1; add it as subjectAltName"):
         bind_endpoint(config)
     check_coordinator_certificate(tls, "elsewhere")

@@ -83,9 +83,9 @@ def main(argv: Sequence[str] | None = None, with_handler: Callable[..., int] | N
     except HelpRequested as help:
         from shutil import get_terminal_size  # rarely needed
 
-        from ripstop.cli.help_text import fit
+        from ripstop.cli.help_text import fit_help
 
-        print(fit(str(help), get_terminal_size().columns), end="")
+        print(fit_help(str(help), get_terminal_size().columns), end="")
         return 0
     except RipstopError as error:
         from ripstop.model.text_formatting import one_line  # rarely needed

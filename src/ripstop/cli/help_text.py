@@ -15,12 +15,12 @@ _ENTRY = re.compile(r"(  +\S+(?: \S+)*)   *(?=\S)")
 _USAGE = "usage: "
 
 
-def fit(text: str, columns: int) -> str:
+def fit_help(text: str, columns: int) -> str:
     width = min(max(columns - 1, MIN_WIDTH), MAX_WIDTH)  # some terminals wrap a line that fills the last column
-    return "".join(f"{line}\n" for line in _fitted(text.splitlines(), width))
+    return "".join(f"{line}\n" for line in _fitted_help(text.splitlines(), width))
 
 
-def _fitted(lines: Sequence[str], width: int) -> Iterator[str]:
+def _fitted_help(lines: Sequence[str], width: int) -> Iterator[str]:
     at = 0
     while at < len(lines):
         line = lines[at]

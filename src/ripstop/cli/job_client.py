@@ -147,8 +147,8 @@ def find_job(args: ParsedArguments, environ: Mapping[str, str]) -> RunningJob:
     if "--rdzv-conf" in args:
         raise UsageError("--rdzv-conf needs --endpoint; add --endpoint=HOST:PORT, or remove --rdzv-conf")
     records = {record: directory for directory in socket_directories(environ) for record in job_records(directory)}
-    record = _choose(list(records), args.text("--job"))
-    return _from_record(record, records[record])
+    record = _choose_job_record(list(records), args.text("--job"))
+    return _job_of_record(record, records[record])
 
 
 def _at_endpoint(args: ParsedArguments, environ: Mapping[str, str]) -> RunningJob:
@@ -164,7 +164,7 @@ def _at_endpoint(args: ParsedArguments, environ: Mapping[str, str]) -> RunningJo
         from ripstop.protocol.secret import api_token
 
         token = api_token(token, run_id)
-    context = _tls_context(certificates)
+    context = _client_tls_context(certificates)
     return _with_coordinator([RunningJob(run_id, None, endpoint, token, context) for endpoint in endpoints])
 
 
@@ -182,7 +182,7 @@ def _with_coordinator(addresses: list[RunningJob]) -> RunningJob:
     return addresses[0]
 
 
-def _choose(records: list[JobRecord], name: str) -> JobRecord:
+def _choose_job_record(records: list[JobRecord], name: str) -> JobRecord:
     matching = [record for record in records if name in ("", record.run_id, record.node)]
     if not matching:
         jobs = f"its jobs are {_run_ids(records)}" if records else "this user has no jobs here"
@@ -203,7 +203,7 @@ def _run_ids(records: list[JobRecord]) -> str:
     return ", ".join(dict.fromkeys(record.run_id for record in records))
 
 
-def _from_record(record: JobRecord, directory: Path) -> RunningJob:
+def _job_of_record(record: JobRecord, directory: Path) -> RunningJob:
     if record.socket:
         return RunningJob(record.run_id, directory / Path(record.socket).name, None, "", None)
     certificates = None
@@ -211,10 +211,10 @@ def _from_record(record: JobRecord, directory: Path) -> RunningJob:
         cert, key, ca = (Path(path) if path else None for path in (record.tls_cert, record.tls_key, record.tls_ca))
         certificates = Tls(cert, key, ca)
     endpoint = address("endpoint", record.endpoint, default_port=COORDINATOR_PORT)
-    return RunningJob(record.run_id, None, endpoint, record.token, _tls_context(certificates))
+    return RunningJob(record.run_id, None, endpoint, record.token, _client_tls_context(certificates))
 
 
-def _tls_context(certificates: Tls | None) -> ssl.SSLContext | None:
+def _client_tls_context(certificates: Tls | None) -> ssl.SSLContext | None:
     if certificates is None:
         return None
     from ripstop.transport.tls import check_certificates, client_context
@@ -264,11 +264,3 @@ def run_command(name: str, command: JobCommand, argv: Sequence[str]) -> int:
     if len(positional) > command.max_positional:
         raise UsageError(f"{positional[command.max_positional]}: unexpected argument; see ripstop {name} --help")
     return command.run(ParsedCommand(args, positional)) or 0
-
-
-def table(rows: Sequence[Sequence[str]], head: Sequence[str]) -> str:
-    lines = [head, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )

@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ripstop.cli.options.devices import cpus, gpus
 from ripstop.compat.launcher import LaunchConfig, elastic_launch
 from ripstop.compat.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
 from ripstop.compat.multiprocessing.errors import record
@@ -23,6 +22,8 @@ from ripstop.compat.utils import macros
 from ripstop.model.config import MASTER_PORT
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import boolean
+from ripstop.system.gpus import visible_gpu_count
+from ripstop.system.linux import usable_cpu_count
 
 __all__ = [
     "config_from_args",
@@ -149,13 +150,13 @@ def determine_local_world_size(nproc_per_node: str) -> int:
     """The number of workers on this node: as given, or one for each processor or GPU."""
     match nproc_per_node:
         case "cpu":
-            return cpus()
+            return usable_cpu_count()
         case "gpu" | "auto":
-            if found := gpus(os.environ):
+            if found := visible_gpu_count(os.environ):
                 return found
             if nproc_per_node == "gpu":
                 raise ValueError("nproc_per_node=gpu: Cuda is not available; give a number, or cpu")
-            return cpus()
+            return usable_cpu_count()
     try:
         return int(nproc_per_node)
     except ValueError:

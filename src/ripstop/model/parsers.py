@@ -6,9 +6,12 @@ A parser takes the flag's or variable's name for its error messages.  `config.py
 import errno
 import math
 from collections.abc import Mapping
+from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
+
+from msgspec.structs import replace
 
 from ripstop.model import config
 from ripstop.model.errors import UsageError
@@ -31,6 +34,8 @@ RDZV_CONF = TLS_CONF | KEEP_ALIVE_CONF | HEALTH_CONF | QUARANTINE_CONF | {
 IGNORED_CONF = frozenset(  # torch's keys without effect here; `rank` is --node-rank, which torch adds itself
     {"close_timeout", "read_timeout", "heartbeat_timeout", "use_libuv", "store_type", "rank"}
 )
+
+Chosen = TypeVar("Chosen", bound=Enum)
 
 
 def integer(name: str, text: str, *, minimum: int, maximum: int, remedy: str = "") -> int:
@@ -94,6 +99,13 @@ def boolean(name: str, text: str) -> bool:
         case "0" | "false" | "f" | "no" | "n":
             return False
     raise UsageError(f"{name}={text}: neither true nor false; write {name}=1 or {name}=0")
+
+
+def choice(name: str, text: str, known: type[Chosen]) -> Chosen:
+    for value in known:
+        if value.value == text.lower():
+            return value
+    raise UsageError(f"{name}={text}: unknown value; write one of {', '.join(value.value for value in known)}")
 
 
 def node_range(name: str, text: str) -> tuple[int, int]:
@@ -177,6 +189,33 @@ def signals(name: str, text: str) -> tuple[str, ...]:
         if signal in NOT_STOP_SIGNALS:
             raise UsageError(f"{name}={text}: {signal} cannot ask a process to stop; leave it out")
     return tuple(dict.fromkeys(names))
+
+
+def standby_workers(
+    name: str, text: str, base: config.Standby, entry: config.Entrypoint, start: config.StartMethod, slots: int
+) -> config.Standby:
+    """`base` with the number of standbys from `auto`, `off` or a number."""
+    if text == "off":
+        return config.Standby()
+    if text == "auto":
+        count = slots
+    else:
+        remedy = f"give 1 to {slots}, the workers of this node, or auto or off"
+        count = integer(name, text, minimum=0, maximum=slots, remedy=remedy)
+    if count and start is config.StartMethod.EXEC:
+        why = (
+            f"{entry.argv[0]} is no Python script" if isinstance(entry, config.Executable) else "--start-method is exec"
+        )
+        raise UsageError(f"{name}={text}: standbys are forked, and {why}; leave {name} out")
+    return replace(base, count=count, auto=text == "auto") if count else config.Standby()
+
+
+def standby_until(name: str, text: str) -> config.StandbyUntil:
+    try:
+        return config.StandbyUntil(text)
+    except ValueError:
+        remedy = "script: they wait before the script; elastic: before its function with @train.elastic"
+        raise UsageError(f"{name}={text}: standbys run until script or elastic; write one of them ({remedy})") from None
 
 
 def identifier(name: str, text: str) -> str:

@@ -89,6 +89,14 @@ def format_bytes(count: int) -> str:
     return f"{count} bytes"
 
 
+def format_table(rows: Sequence[Sequence[str]], head: Sequence[str]) -> str:
+    lines = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
 def rank_list(ranks: Sequence[int]) -> str:
     """`rank 3`, or `ranks 0,1,4-7`, from sorted numbers."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"

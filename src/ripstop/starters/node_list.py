@@ -13,14 +13,14 @@ ITEM = re.compile(r"(?:[\w.-]|\[[^][\s]*\])+", re.ASCII)  # a name and its brack
 RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
-def expand(name: str, text: str) -> tuple[str, ...]:
+def expand_node_list(name: str, text: str) -> tuple[str, ...]:
     """The nodes in their order; `name` is the variable, for error messages."""
     items = ITEM.findall(text)
     if not items or ",".join(items) != text.strip():
         raise _unreadable(name, text, text)
     nodes: list[str] = []
     for item in items:
-        for node in _names(name, text, item):
+        for node in _expand_item(name, text, item):
             nodes.append(node)
             if len(nodes) > MAX_NODES:
                 raise UsageError(f"{name}={text}: more than {MAX_NODES} nodes; start a job with fewer nodes")
@@ -30,7 +30,7 @@ def expand(name: str, text: str) -> tuple[str, ...]:
     return tuple(nodes)
 
 
-def _names(name: str, text: str, item: str) -> Iterator[str]:
+def _expand_item(name: str, text: str, item: str) -> Iterator[str]:
     prefix, bracket, rest = item.partition("[")
     if not bracket:
         yield item
@@ -44,7 +44,7 @@ def _names(name: str, text: str, item: str) -> Iterator[str]:
         if int(last) < int(first):
             raise _unreadable(name, text, part)
         for number in range(int(first), int(last) + 1):
-            yield from (f"{prefix}{number:0{len(first)}d}{end}" for end in _names(name, text, suffix))
+            yield from (f"{prefix}{number:0{len(first)}d}{end}" for end in _expand_item(name, text, suffix))
 
 
 def _unreadable(name: str, text: str, part: str) -> UsageError:

@@ -12,7 +12,7 @@ from ripstop.model.config import MAX_NODES, MAX_SLOTS
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import host, integer
 from ripstop.model.round import Address
-from ripstop.starters.node_list import expand
+from ripstop.starters.node_list import expand_node_list
 from ripstop.starters.start import Start
 
 MAX_NUMBER = 2**32 - 1
@@ -50,25 +50,25 @@ def read_slurm(environ: Mapping[str, str], hostname: str) -> Start:
     if not is_step(environ):
         state = "is set, but this is not a step of srun" if environ.get("SLURM_JOB_ID") else "is not set"
         raise UsageError(f"--rdzv-backend=slurm: SLURM_JOB_ID {state}; write srun --ntasks-per-node=1 ripstop run …")
-    job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID")
-    name, text = _text(environ, "SLURM_STEP_NODELIST")
-    nodes = expand(name, text)
+    job, step = _slurm_number(environ, "SLURM_JOB_ID"), _slurm_number(environ, "SLURM_STEP_ID")
+    name, text = _slurm_variable(environ, "SLURM_STEP_NODELIST")
+    nodes = expand_node_list(name, text)
     _check_tasks(environ, len(nodes))
-    node_number = _number(environ, "SLURM_NODEID")
+    node_number = _slurm_number(environ, "SLURM_NODEID")
     if node_number >= len(nodes):
         raise UsageError(f"SLURM_NODEID={node_number}: {name}={text} has the nodes 0 to {len(nodes) - 1}; {USE_SRUN}")
     own_name = environ.get("SLURMD_NODENAME", nodes[node_number])
     if own_name != nodes[node_number]:
         problem = f"node {node_number} of {name}={text} is {nodes[node_number]}"
         raise UsageError(f"SLURMD_NODENAME={own_name}: {problem}; {USE_SRUN}")
-    requeues = _optional(environ, "SLURM_RESTART_COUNT", MAX_REQUEUES) or 0
+    requeues = _optional_slurm_number(environ, "SLURM_RESTART_COUNT", MAX_REQUEUES) or 0
     return Start(
         starter="Slurm",
         run_id=f"{job}.{step}",
         nodes=len(nodes),
         node_number=node_number,
         endpoint=Address(host(name, nodes[0]), _port(environ, job, step)),
-        gpus=_optional(environ, "SLURM_GPUS_ON_NODE", MAX_SLOTS),
+        gpus=_optional_slurm_number(environ, "SLURM_GPUS_ON_NODE", MAX_SLOTS),
         earlier_restarts=requeues,
         key_context=f"slurm {environ.get('SLURM_CLUSTER_NAME', '')} {job}.{step} {requeues}",
         signals=SIGNALS,
@@ -77,7 +77,7 @@ def read_slurm(environ: Mapping[str, str], hostname: str) -> Start:
 
 def _check_tasks(environ: Mapping[str, str], nodes: int) -> None:
     """UsageError unless the step has one task on each of its nodes."""
-    name, text = _text(environ, "SLURM_STEP_TASKS_PER_NODE")
+    name, text = _slurm_variable(environ, "SLURM_STEP_TASKS_PER_NODE")
     counts: list[tuple[int, int]] = []  # tasks a node, and how many such nodes
     for part in text.split(","):
         found = TASKS.fullmatch(part)
@@ -90,12 +90,12 @@ def _check_tasks(environ: Mapping[str, str], nodes: int) -> None:
             f"{name}={text}: {most} tasks on one node; ripstop needs one and starts the workers itself: "
             f"write srun --ntasks-per-node=1 ripstop run --nproc-per-node={most} …"
         )
-    if _optional(environ, "SLURM_LOCALID", MAX_NODES):
+    if _optional_slurm_number(environ, "SLURM_LOCALID", MAX_NODES):
         problem = f"a second task on this node, although {name}={text}"
         raise UsageError(f"SLURM_LOCALID={environ['SLURM_LOCALID']}: {problem}; {USE_SRUN}")
     known = {name: sum(repeat for _, repeat in counts)}
     for other in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_STEP_NUM_TASKS"):
-        if (value := _optional(environ, other, MAX_NODES)) is not None:
+        if (value := _optional_slurm_number(environ, other, MAX_NODES)) is not None:
             known[other] = value
     for other, value in known.items():
         if value != nodes:
@@ -115,7 +115,7 @@ def _port(environ: Mapping[str, str], job: int, step: int) -> int:
     return integer("SLURM_STEP_RESV_PORTS", first, minimum=1, maximum=65535, remedy=USE_SRUN)
 
 
-def _text(environ: Mapping[str, str], name: str) -> tuple[str, str]:
+def _slurm_variable(environ: Mapping[str, str], name: str) -> tuple[str, str]:
     if not environ.get(name):
         raise UsageError(
             f"{name} is not set, although SLURM_STEP_ID is; start ripstop with srun, and pass all SLURM_ variables on "
@@ -124,11 +124,11 @@ def _text(environ: Mapping[str, str], name: str) -> tuple[str, str]:
     return name, environ[name]
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
-    return integer(*_text(environ, name), minimum=0, maximum=MAX_NUMBER, remedy=USE_SRUN)
+def _slurm_number(environ: Mapping[str, str], name: str) -> int:
+    return integer(*_slurm_variable(environ, name), minimum=0, maximum=MAX_NUMBER, remedy=USE_SRUN)
 
 
-def _optional(environ: Mapping[str, str], name: str, maximum: int) -> int | None:
+def _optional_slurm_number(environ: Mapping[str, str], name: str, maximum: int) -> int | None:
     if not environ.get(name):
         return None
     return integer(name, environ[name], minimum=0, maximum=maximum, remedy=USE_SRUN)

@@ -12,21 +12,38 @@ import secrets
 import stat
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from ripstop.model.config import UserKey
 from ripstop.model.errors import UsageError
 from ripstop.protocol.secret import job_secret as derive
+from ripstop.starters.start import Start
 from ripstop.system.safe_files import check_own_directory
 
 log = logging.getLogger("ripstop")
 
+KEY_FILE = ".config/ripstop/key"  # in the home directory
 TIMEOUT_S = 60.0  # file servers may show a new file to other machines up to 60 s later
 POLL_INTERVAL_S = 0.2
 KEY_BYTES = 32
 MAX_KEY_LENGTH = 4096
 REMEDY = "or set a secret for this job in the job script, before srun: export RIPSTOP_TOKEN=$(openssl rand -hex 32)"
+
+
+def user_key(start: Start | None, environ: Mapping[str, str]) -> UserKey | None:
+    """The key from which the job's secret is derived; None if the job has one node, or the starter has no name for it.
+
+    The variable HOME is the same on all nodes: starters pass it on.
+    """
+    if start is None or start.nodes == 1 or not start.key_context:
+        return None
+    if not environ.get("HOME"):
+        raise UsageError("HOME is not set: the job's secret comes from a file there; set HOME, or RIPSTOP_TOKEN")
+    if not environ["HOME"].startswith("/"):
+        raise UsageError(f"HOME={environ['HOME']}: not an absolute path; correct it, or set RIPSTOP_TOKEN")
+    return UserKey(Path(environ["HOME"], KEY_FILE), start.key_context, is_creator=start.node_number == 0)
 
 
 def job_secret(key: UserKey, timeout: float = TIMEOUT_S) -> str:
@@ -35,7 +52,7 @@ def job_secret(key: UserKey, timeout: float = TIMEOUT_S) -> str:
 
     def read() -> None:
         try:
-            found.append(_create_or_read(key.path) if key.is_creator else _wait_for(key.path, timeout))
+            found.append(_create_or_read_key(key.path) if key.is_creator else _wait_for_key(key.path, timeout))
         except (OSError, UsageError) as error:
             found.append(error)
 
@@ -54,8 +71,8 @@ def job_secret(key: UserKey, timeout: float = TIMEOUT_S) -> str:
     raise UsageError(f"{key.path}: cannot be used for the job's secret: {problem}; correct this, {REMEDY}")
 
 
-def _create_or_read(path: Path) -> str:
-    if (text := _read(path)) is not None:
+def _create_or_read_key(path: Path) -> str:
+    if (text := _read_key(path)) is not None:
         return text
     for folder in (path.parent.parent, path.parent):  # not the home directory: a missing one is not mounted
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -70,16 +87,16 @@ def _create_or_read(path: Path) -> str:
             os.link(draft, path)
     finally:
         draft.unlink(missing_ok=True)
-    text = _read(path)
+    text = _read_key(path)
     if text is None:
         raise UsageError(f"{path}: was removed just after it was created; keep this file, {REMEDY}")
     return text
 
 
-def _wait_for(path: Path, timeout: float) -> str:
+def _wait_for_key(path: Path, timeout: float) -> str:
     end = time.monotonic() + timeout
     is_logged = False
-    while (text := _read(path)) is None:
+    while (text := _read_key(path)) is None:
         if not is_logged:
             log.info("waiting for %s, which the job's first node creates", path)
         is_logged = True
@@ -92,7 +109,7 @@ def _wait_for(path: Path, timeout: float) -> str:
     return text
 
 
-def _read(path: Path) -> str | None:
+def _read_key(path: Path) -> str | None:
     """The key; None if there is no file."""
     try:
         list(path.parent.iterdir())  # a file server's client may remember that the file was missing: look again
@@ -101,14 +118,14 @@ def _read(path: Path) -> str | None:
         return None
     with os.fdopen(fd, "rb") as file:
         check_own_directory(path.parent)
-        _check(path, os.fstat(fd))
+        _check_key_file(path, os.fstat(fd))
         text = file.read(MAX_KEY_LENGTH).decode("ascii", "replace").strip()
     if len(text) < KEY_BYTES:
         raise UsageError(f"{path}: has {len(text)} characters, a key has {2 * KEY_BYTES}; remove the file")
     return text
 
 
-def _check(path: Path, found: os.stat_result) -> None:
+def _check_key_file(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise UsageError(f"{path}: is not a regular file; remove it")
     if found.st_uid != path.parent.stat().st_uid:

@@ -4,7 +4,7 @@ The source is NVML, NVIDIA's management library, through its Python bindings (nv
 list of GPUs can come from the kernel, too.  GPUs are ordered by PCI address, as CUDA orders GPUs of one model.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
@@ -163,6 +163,59 @@ def _from_pci(sys: Path) -> list[GpuDevice]:
         if (home / "vendor").read_text().strip() == NVIDIA_VENDOR
         and (home / "class").read_text().startswith(DISPLAY_CLASS)
     ]
+
+
+# the count, also without NVML ----------------------------------------------------------------------------------------
+
+
+def visible_gpu_count(environ: Mapping[str, str]) -> int:
+    """NVIDIA GPUs that a worker would see."""
+    return count_visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), installed_gpu_count())
+
+
+def count_visible_gpus(choice: str | None, installed: int | None) -> int:
+    """Count as CUDA does: the devices in the list, up to the first invalid one.  `installed` None: not known."""
+    if choice is None:
+        return installed or 0
+    count = 0
+    for name in map(str.strip, choice.split(",")):
+        is_index = name.isascii() and name.isdigit()
+        if not is_index and not name.startswith(("GPU-", "MIG-")):
+            break
+        if is_index and installed is not None and int(name) >= installed:
+            break
+        count += 1
+    return count
+
+
+def installed_gpu_count() -> int | None:
+    """GPUs of this machine or container, from NVML, the driver or its tool; None if there is none of these."""
+    for count in (_count_by_nvml, _count_by_driver, _count_by_nvidia_smi):
+        if (found := count()) is not None:
+            return found
+    return None
+
+
+def _count_by_nvml() -> int | None:
+    try:
+        with open_nvml() as nvml:
+            return int(nvml.nvmlDeviceGetCount())
+    except NvmlError:
+        return None
+
+
+def _count_by_driver() -> int | None:
+    return len(list(PROC_GPUS.iterdir())) if PROC_GPUS.is_dir() else None
+
+
+def _count_by_nvidia_smi() -> int | None:
+    import subprocess
+
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return sum(line.startswith("GPU ") for line in listing.splitlines())
 
 
 # usage ---------------------------------------------------------------------------------------------------------------

@@ -216,6 +216,13 @@ def _proc_value(pid: int, file_name: str, key: bytes) -> bytes:
     return next((line.split()[1] for line in lines if line.startswith(key)), b"0")
 
 
+def usable_cpu_count() -> int:
+    """CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def system_load() -> float:
     """Processes that run or wait for a CPU or a disk, per CPU, in the last minute."""
     return os.getloadavg()[0] / (os.cpu_count() or 1)

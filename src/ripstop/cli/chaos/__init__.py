@@ -1,1 +1,1 @@
-"""`ripstop chaos`: `plan` makes the schedule, `experiment` decides, both pure; `driver` talks to the job."""
+"""`ripstop chaos`: `plan` makes the schedule, `experiment` decides, `results` shows; `driver` talks to the job."""

@@ -17,19 +17,19 @@ from ripstop.cli.chaos.experiment import (
     Injected,
     Input,
     Report,
-    Result,
     Sample,
     Sampled,
     Tick,
 )
 from ripstop.cli.chaos.plan import Plan, ScheduledFault, find_target, make_schedule
-from ripstop.cli.commands.events import RETRY_S, follow_job
+from ripstop.cli.chaos.results import Result
+from ripstop.cli.event_stream import RETRY_S, follow_job_events
 from ripstop.cli.job_client import RunningJob
 from ripstop.model.errors import RipstopError
 from ripstop.model.event_json import from_json
 
 
-def run_experiment(
+def drive_experiment(
     find_job: Callable[[], RunningJob], plan: Plan, seed: int, on_result: Callable[[Result], None]
 ) -> list[Result]:
     """Inject the faults of the plan, one after the other; `on_result` is called for each as soon as it has healed."""
@@ -79,7 +79,7 @@ class _ChaosDriver:
     def _follow_events(self) -> None:
         while not self._is_finished:
             with suppress(RipstopError):  # the experiment has a time limit
-                for event in follow_job(self._find_again, 0):
+                for event in follow_job_events(self._find_again, 0):
                     if (record := from_json(json.dumps(event))) is not None:
                         self._inputs.put(record)
             time.sleep(RETRY_S)

@@ -13,43 +13,16 @@ Rules:
 """
 
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Any
 
 from msgspec import Struct
 
 from ripstop.cli.chaos.plan import ScheduledFault
+from ripstop.cli.chaos.results import Outcome, Result
 from ripstop.model import events
 
 SAMPLE_INTERVAL_S = 0.5
 MAX_ROUNDS = 100  # that are remembered
-
-
-class Outcome(StrEnum):
-    """What became of a fault."""
-
-    HEALED = "healed"
-    NOT_HEALED = "not healed"
-    SKIPPED = "skipped"  # not possible on this machine, or no such target
-    NOT_INJECTED = "not injected"  # the job was over, or did not train
-
-
-class Result(Struct, frozen=True):
-    """One fault: when it was injected, in seconds after the start, and how long the job took to heal.
-
-    `round` is the round that trained afterwards, and `restarted` whether it is another one than before.
-    """
-
-    number: int
-    kind: str
-    outcome: Outcome
-    at: float
-    node: str = ""
-    rank: int = -1
-    seconds: float | None = None
-    round: int = 0
-    restarted: bool = False
-    why: str = ""
 
 
 # inputs ---------------------------------------------------------------------------------------------------------------

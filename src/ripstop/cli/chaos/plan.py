@@ -19,7 +19,7 @@ MAX_TIME_S = 86_400.0
 ANY, COORDINATOR = "any", "coordinator"
 
 
-class FaultSpec(Struct, frozen=True):
+class PlannedFault(Struct, frozen=True):
     """One kind of fault of a plan.  `rank` None and `node` "any": a random one; "coordinator": the coordinator's."""
 
     kind: FaultKind
@@ -36,7 +36,7 @@ class FaultSpec(Struct, frozen=True):
 class Plan(Struct, frozen=True):
     """`every` is the mean time between two faults in seconds; `heal_within` is how long a fault may take to heal."""
 
-    faults: tuple[FaultSpec, ...]
+    faults: tuple[PlannedFault, ...]
     count: int
     every: float = 30.0
     heal_within: float = 120.0
@@ -47,7 +47,7 @@ class ScheduledFault(Struct, frozen=True):
 
     number: int
     at: float
-    spec: FaultSpec
+    spec: PlannedFault
     draw: float
 
 
@@ -66,7 +66,7 @@ def make_schedule(plan: Plan, seed: int) -> tuple[ScheduledFault, ...]:
     """Every fault of the plan equally often, in random order; times between faults vary by half."""
     random = Random(seed)
     scheduled: list[ScheduledFault] = []
-    order: list[FaultSpec] = []
+    order: list[PlannedFault] = []
     at = 0.0
     for number in range(1, plan.count + 1):
         order = order or sorted(plan.faults, key=lambda _: random.random())
@@ -117,7 +117,7 @@ def parse_plan(name: str, text: str) -> Plan:
         found = tomllib.loads(text)
     except ValueError as error:
         raise UsageError(f"{name}: not TOML: {error}; see ripstop chaos --help for an example") from None
-    _check_keys(name, found, _PLAN_KEYS)
+    _check_plan_keys(name, found, _PLAN_KEYS)
     entries = found.get("fault")
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise UsageError(f'{name}: a plan needs faults, and has none; add [[fault]] with kind = "worker-kill"')
@@ -125,12 +125,12 @@ def parse_plan(name: str, text: str) -> Plan:
     return Plan(
         faults,
         count=_whole(f"{name} count", found.get("count", len(faults)), 1, MAX_FAULTS),
-        every=_seconds(f"{name} every", found.get("every", 30)),
-        heal_within=_seconds(f"{name} heal_within", found.get("heal_within", 120)),
+        every=_plan_seconds(f"{name} every", found.get("every", 30)),
+        heal_within=_plan_seconds(f"{name} heal_within", found.get("heal_within", 120)),
     )
 
 
-def _fault(label: str, entry: dict[str, Any]) -> FaultSpec:
+def _fault(label: str, entry: dict[str, Any]) -> PlannedFault:
     if "kind" not in entry:
         raise UsageError(f"{label}: kind is missing; write one of {', '.join(FaultKind)}")
     if entry["kind"] not in set(FaultKind):
@@ -140,23 +140,25 @@ def _fault(label: str, entry: dict[str, Any]) -> FaultSpec:
     keys += ["duration"] if kind in LASTING else []
     keys += ["percent"] if kind is FaultKind.WORKER_SLOW else []
     keys += ["size"] if kind is FaultKind.DISK_FILL else []
-    _check_keys(f"{label} ({kind})", entry, keys)
-    options = {_OPTIONS[key]: _option(f"{label} {key}", key, value) for key, value in entry.items() if key in _OPTIONS}
+    _check_plan_keys(f"{label} ({kind})", entry, keys)
+    options = {
+        _OPTIONS[key]: _fault_option(f"{label} {key}", key, value) for key, value in entry.items() if key in _OPTIONS
+    }
     rank, node = entry.get("rank", ANY), entry.get("node", ANY)
     if not isinstance(node, str) or not node:
         raise UsageError(f'{label} node={node}: not a name; write "any", "coordinator" or a node\'s name')
-    return FaultSpec(kind, None if rank == ANY else _whole(f"{label} rank", rank, 0, 2**31 - 1), node, options)
+    return PlannedFault(kind, None if rank == ANY else _whole(f"{label} rank", rank, 0, 2**31 - 1), node, options)
 
 
-def _option(label: str, key: str, value: Any) -> int:
+def _fault_option(label: str, key: str, value: Any) -> int:
     if key == "percent":
         return _whole(label, value, 1, MAX_PERCENT)
     if key == "duration":
-        return _whole(label, _seconds(label, value), 1, MAX_SECONDS)
+        return _whole(label, _plan_seconds(label, value), 1, MAX_SECONDS)
     return _whole(label, byte_size(label, str(value)), 1, MAX_BYTES)
 
 
-def _seconds(label: str, value: Any) -> float:
+def _plan_seconds(label: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise UsageError(f'{label}={value}: not a time; write seconds, or "90s", "10m", "1h"')
     seconds = duration(label, str(value), positive=True)
@@ -173,7 +175,7 @@ def _whole(label: str, value: Any, minimum: int, maximum: int) -> int:
     return value
 
 
-def _check_keys(label: str, table: Mapping[str, Any], known: "list[str] | tuple[str, ...]") -> None:
+def _check_plan_keys(label: str, table: Mapping[str, Any], known: "list[str] | tuple[str, ...]") -> None:
     for key in table:
         if key not in known:
             raise UsageError(f"{label} {key}: unknown key; the keys are {', '.join(known)}")

@@ -3,19 +3,14 @@
 import json
 import random
 from pathlib import Path
-from statistics import median
-from typing import Any
 
-from msgspec import to_builtins
-
-from ripstop.cli.chaos.experiment import Outcome, Result
 from ripstop.cli.chaos.plan import parse_plan
+from ripstop.cli.chaos.results import Result, has_passed, render_result, render_summary, summarize
 from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand
 from ripstop.cli.options.flags import Flag
 from ripstop.model.errors import UsageError
 from ripstop.model.fault_injection import FaultKind
 from ripstop.model.parsers import integer, read_file
-from ripstop.model.text_formatting import clean
 
 HELP = f"""\
 usage: ripstop chaos --plan FILE [--seed N] [--report FILE] [FLAGS]
@@ -60,50 +55,21 @@ def chaos(command: ParsedCommand) -> int:
     report = Path(args.text("--report")) if "--report" in args else None
     if report is not None and not report.absolute().parent.is_dir():
         raise UsageError(f"--report={report}: {report.absolute().parent} is not a directory; make it first")
-    from ripstop.cli.chaos.driver import run_experiment
+    from ripstop.cli.chaos.driver import drive_experiment
 
     def show(result: Result) -> None:
         if not command.as_json:
-            print(render(result), flush=True)
+            print(render_result(result), flush=True)
 
     command.find_job().get("/faults")  # an error if the job or one of its nodes does not allow faults
     if not command.as_json:
         print(f"seed {seed}, {plan.count} faults", flush=True)
-    results = run_experiment(command.find_job, plan, seed, show)
+    results = drive_experiment(command.find_job, plan, seed, show)
     summary = summarize(results, seed)
     if report is not None:
         report.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     command.print(render_summary(results), summary)
     return 0 if has_passed(results) else 1
-
-
-def render(result: Result) -> str:
-    """`  8.2 s  worker-kill   rank 1 on gpu2-55-31   healed in 0.62 s, round 2`"""
-    target = f"rank {result.rank} on {result.node}" if result.rank >= 0 else result.node
-    text: str = result.outcome
-    if result.seconds is not None:
-        how, which = ("in", f"round {result.round}") if result.restarted else ("within", "without a restart")
-        text = f"healed {how} {result.seconds:.2f} s, {which}"
-    elif result.why:
-        text += f": {result.why}"
-    return clean(f"{result.at:7.1f} s  {result.kind:<15}  {target + '  ' if target else ''}{text}").replace("\n", " ")
-
-
-def render_summary(results: list[Result]) -> str:
-    counts = [f"{len([r for r in results if r.outcome is outcome])} {outcome}" for outcome in Outcome]
-    healed = [result.seconds for result in results if result.seconds is not None]
-    times = f" (median {median(healed):.2f} s, longest {max(healed):.2f} s)" if healed else ""
-    return f"{len(results)} faults: {counts[0]}{times}, {', '.join(counts[1:])}"
-
-
-def summarize(results: list[Result], seed: int) -> dict[str, Any]:
-    return {"seed": seed, "passed": has_passed(results), "faults": to_builtins(results)}
-
-
-def has_passed(results: list[Result]) -> bool:
-    """Every fault was healed or skipped, and not all were skipped."""
-    outcomes = {result.outcome for result in results}
-    return Outcome.HEALED in outcomes and outcomes <= {Outcome.HEALED, Outcome.SKIPPED}
 
 
 FLAGS = (*JOB_FLAGS, Flag("--plan", "FILE"), Flag("--seed", "N"), Flag("--report", "FILE"))

@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def script(shell: str) -> str:
-    flags = commands_flags()
+    flags = flags_to_complete()
     with_values = {flag.name: flag for own in flags.values() for flag in own if flag.metavar}
     text = {"bash": BASH, "zsh": ZSH, "fish": FISH}[shell]
     for name, value in {
@@ -108,7 +108,7 @@ def script(shell: str) -> str:
         "BASH_CHOICES": "\n".join(map(_bash, with_values.values())),
         "ZSH_RUN": _zsh(flags["run"]),
         "ZSH_OTHERS": "\n".join(
-            f"        {command}) _arguments -S \\\n{_zsh(own, subcommands(command))}\n            && : ;;"
+            f"        {command}) _arguments -S \\\n{_zsh(own, subcommands_to_complete(command))}\n            && : ;;"
             for command, own in flags.items()
             if command != "run"
         ),
@@ -118,7 +118,7 @@ def script(shell: str) -> str:
     return text
 
 
-def commands_flags() -> dict[str, tuple[Flag, ...]]:
+def flags_to_complete() -> dict[str, tuple[Flag, ...]]:
     """The flags of each command that has flags."""
     found: dict[str, tuple[Flag, ...]] = {}
     for name in COMMANDS:
@@ -128,7 +128,7 @@ def commands_flags() -> dict[str, tuple[Flag, ...]]:
     return found
 
 
-def subcommands(command: str) -> tuple[str, ...]:
+def subcommands_to_complete(command: str) -> tuple[str, ...]:
     """The commands of a command such as `ripstop kube`."""
     if command in JOB_COMMANDS:
         return ()
@@ -139,7 +139,7 @@ def subcommands(command: str) -> tuple[str, ...]:
 def _bash_flags(command: str, flags: Sequence[Flag]) -> str:
     names = " ".join(name for flag in flags for name in _forms(flag))
     with_value = " ".join(name for flag in flags if flag.metavar for name in _forms(flag))
-    own = " ".join(subcommands(command))
+    own = " ".join(subcommands_to_complete(command))
     return f"        {command}) flags='{names}' with_value=' {with_value} ' subcommands='{own}' ;;"
 
 
@@ -170,7 +170,7 @@ def _zsh(flags: Iterable[Flag], names: Sequence[str] = ()) -> str:
 
 
 def _fish(command: str, flags: Iterable[Flag]) -> str:
-    names = " ".join(subcommands(command))
+    names = " ".join(subcommands_to_complete(command))
     first = f"__fish_seen_subcommand_from {command}; and not __fish_seen_subcommand_from {names}"
     lines = [f"complete -c ripstop -n '{first}' -f -a '{names}'"] if names else []
     for flag in flags:

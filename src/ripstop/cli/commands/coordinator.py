@@ -5,16 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ripstop.cli.options.flags import Flag, parse
-from ripstop.cli.options.job import (
-    JOB_FLAGS,
-    allow_chaos,
-    budget,
-    certificates,
-    no_secret_warning,
-    notify_url,
-    own_log,
-    stragglers,
-)
+from ripstop.cli.options.job import JOB_FLAGS, budget
+from ripstop.cli.options.monitoring import allow_chaos, notify_url, stragglers
+from ripstop.cli.options.output import own_log
+from ripstop.cli.options.rendezvous import certificates, no_secret_warning
 from ripstop.cli.options.tracing import tracing
 from ripstop.model import parsers
 from ripstop.model.config import COORDINATOR_PORT, CoordinatorConfig, Timing
@@ -69,13 +63,13 @@ FLAGS = (*JOB_FLAGS, Flag("--log-dir", "DIR"))
 
 
 def main(argv: Sequence[str]) -> int:
-    config = configure(argv, os.environ)
+    config = configure_coordinator(argv, os.environ)
     from ripstop.launch import coordinate
 
     return coordinate(config)
 
 
-def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorConfig:
+def configure_coordinator(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorConfig:
     args = parse(FLAGS, argv, environ)
     if "--help" in args:
         raise HelpRequested(HELP)

@@ -1,7 +1,7 @@
 """`ripstop kube`: jobs on Kubernetes.
 
 `render` needs no cluster.  The other commands send requests to one through the `kubernetes` package
-(`cli/kube/cluster.py`).  A wrong command line is rejected before the first request.
+(`cli/kube/cluster_commands.py`).  A wrong command line is rejected before the first request.
 """
 
 import json
@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from ripstop.cli.kube import cluster, job
+from ripstop.cli.kube import cluster_commands
+from ripstop.cli.kube.job_objects import HELP, OWN_FLAGS, job_objects, parse_kube_arguments
 from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse_mixed
 from ripstop.kubernetes.manifests import to_yaml
 from ripstop.model.errors import HelpRequested, UsageError
@@ -58,7 +59,7 @@ examples
       --max-restarts=3 train.py --lr 0.1
   ripstop kube submit --file=job.yaml
 
-{job.HELP}
+{HELP}
 output and cluster
   --json                      render: print a JSON list instead of YAML
   -f, --file FILE             submit: create the objects of this file instead
@@ -85,16 +86,18 @@ class Subcommand(Struct, frozen=True):
 
 
 SUBCOMMANDS = {
-    "status": Subcommand(cluster.status, (JSON,), most=1),
-    "logs": Subcommand(cluster.logs, (Flag("--follow", short="-f"), Flag("--tail", "N")), least=1, most=2),
-    "stacks": Subcommand(cluster.stacks, least=1, most=2),
-    "scale": Subcommand(cluster.scale, least=2, most=2),
-    "delete": Subcommand(cluster.delete, least=1, most=1),
-    "install": Subcommand(cluster.install, (Flag("--image", "IMAGE"), Flag("--dry-run"), Flag("--timeout", "SECONDS"))),
-    "operator": Subcommand(cluster.operate, (Flag("--home", "NAMESPACE"), Flag("--health", "HOST:PORT"))),
+    "status": Subcommand(cluster_commands.status, (JSON,), most=1),
+    "logs": Subcommand(cluster_commands.logs, (Flag("--follow", short="-f"), Flag("--tail", "N")), least=1, most=2),
+    "stacks": Subcommand(cluster_commands.stacks, least=1, most=2),
+    "scale": Subcommand(cluster_commands.scale, least=2, most=2),
+    "delete": Subcommand(cluster_commands.delete, least=1, most=1),
+    "install": Subcommand(
+        cluster_commands.install, (Flag("--image", "IMAGE"), Flag("--dry-run"), Flag("--timeout", "SECONDS"))
+    ),
+    "operator": Subcommand(cluster_commands.operate, (Flag("--home", "NAMESPACE"), Flag("--health", "HOST:PORT"))),
 }
 COMMANDS = ("render", "submit", *SUBCOMMANDS)
-_ALL = (*CLUSTER_FLAGS, *job.OWN_FLAGS, JSON, FILE, *(flag for each in SUBCOMMANDS.values() for flag in each.flags))
+_ALL = (*CLUSTER_FLAGS, *OWN_FLAGS, JSON, FILE, *(flag for each in SUBCOMMANDS.values() for flag in each.flags))
 FLAGS = tuple({flag.name: flag for flag in _ALL}.values())  # of all subcommands, for completion
 
 
@@ -105,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
     if name == "render":
         return _render(rest)
     if name == "submit":
-        return _submit(rest)
+        return _submit_objects(rest)
     if name not in SUBCOMMANDS:
         raise UsageError(f"kube {name}: unknown command; write one of {', '.join(COMMANDS)}")
     command = SUBCOMMANDS[name]
@@ -121,10 +124,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _render(argv: Sequence[str]) -> int:
-    args = job.parse_arguments(argv, (JSON,))
+    args = parse_kube_arguments(argv, (JSON,))
     if "--help" in args:
         raise HelpRequested(RENDER)
-    objects = job.objects(args, secrets.token_urlsafe(32))
+    objects = job_objects(args, secrets.token_urlsafe(32))
     if "--json" in args:
         content = objects[0] if len(objects) == 1 else {"apiVersion": "v1", "kind": "List", "items": objects}
         print(json.dumps(content, indent=2))
@@ -133,12 +136,12 @@ def _render(argv: Sequence[str]) -> int:
     return 0
 
 
-def _submit(argv: Sequence[str]) -> int:
-    args = job.parse_arguments(argv, (FILE, CONTEXT))
+def _submit_objects(argv: Sequence[str]) -> int:
+    args = parse_kube_arguments(argv, (FILE, CONTEXT))
     if "--help" in args:
         raise HelpRequested(RENDER)
     if "--file" not in args:
-        return cluster.submit(args, job.objects(args, secrets.token_urlsafe(32)))
+        return cluster_commands.submit(args, job_objects(args, secrets.token_urlsafe(32)))
     if args.program or args.texts.keys() - {"--file", "--namespace", "--context"}:
         raise UsageError("--file and a command line both describe a job; remove one of them")
-    return cluster.submit(args, cluster.load(args.text("--file")))
+    return cluster_commands.submit(args, cluster_commands.load_objects(args.text("--file")))

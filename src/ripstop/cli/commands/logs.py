@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ripstop.api.routes import MAX_TAIL_LINES
-from ripstop.cli.commands.events import follow_events
+from ripstop.cli.event_stream import follow_events
 from ripstop.cli.job_client import (
     JOB_FLAGS,
     JOB_HELP,

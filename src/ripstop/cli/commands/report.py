@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand, RunningJob, table
+from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand, RunningJob
 from ripstop.cli.options.flags import HELP_FLAG, Flag
 from ripstop.logs.directory import directory_name
 from ripstop.model.errors import RipstopError, UsageError
 from ripstop.model.event_json import from_json
 from ripstop.model.events import EventRecord
-from ripstop.model.text_formatting import ascii_json, one_line
+from ripstop.model.text_formatting import ascii_json, format_table, one_line
 from ripstop.report.builder import NoEvents, build_report
 from ripstop.report.compare import compare
 from ripstop.report.files import REPORT_PAGE
@@ -77,7 +77,7 @@ def report(command: ParsedCommand) -> None:
         name = f"{directory_name(made.summary.run_id or 'job')}-report.html"
         _write(str(directory / REPORT_PAGE if directory else Path(name)), render(made))
     if not command.as_json and output != "-":
-        print(summary_line(made))
+        print_summary(made)
 
 
 def compare_runs(command: ParsedCommand) -> None:
@@ -87,14 +87,14 @@ def compare_runs(command: ParsedCommand) -> None:
     figures = compare(a, b)
     rows = [[figure.name, figure.a_text, figure.b_text, figure.change] for figure in figures]
     names = [f"{letter}: {one_line(one.summary.run_id or '-')}" for letter, one in (("A", a), ("B", b))]
-    command.print(table([[one_line(cell) for cell in row] for row in rows], ("", *names, "CHANGE")), [
+    command.print(format_table([[one_line(cell) for cell in row] for row in rows], ("", *names, "CHANGE")), [
         {"name": figure.name, "a": figure.a, "b": figure.b, "change": figure.change} for figure in figures
     ])  # fmt: skip
 
 
 def load_report(source: Path) -> tuple[Report, Path]:
     """The report of a run's directory or of an event file, and the directory of the files."""
-    files = _files(source)
+    files = _files_of_argument(source)
     skipped = Skipped()
     try:
         made = build_report(read_events(files, skipped), skipped.notes())
@@ -106,7 +106,7 @@ def load_report(source: Path) -> tuple[Report, Path]:
     return made, files[0].parent
 
 
-def _files(source: Path) -> list[Path]:
+def _files_of_argument(source: Path) -> list[Path]:
     if not source.exists():
         raise UsageError(f"{source}: no such file or directory; give LOG_DIR/RUN_ID of a run, or an event file")
     if not source.is_dir():
@@ -160,7 +160,7 @@ def _write(output: str, text: str) -> None:
     print(f"report: {os.path.abspath(path)}", file=sys.stderr)  # noqa: PTH100 - links stay
 
 
-def summary_line(report: Report) -> str:
+def print_summary(report: Report) -> None:
     summary = report.summary
     facts: Sequence[str] = (
         f"{summary.result.value} after {duration(summary.seconds)}",
@@ -169,7 +169,7 @@ def summary_line(report: Report) -> str:
         f"time lost {duration(report.time.downtime + (report.time.repeated or 0.0))}",
         summary.cause,
     )
-    return one_line(f"job {summary.run_id or '-'}: {'; '.join(filter(None, facts))}")
+    print(one_line(f"job {summary.run_id or '-'}: {'; '.join(filter(None, facts))}"))
 
 
 COMMANDS = {

@@ -11,19 +11,20 @@ from pathlib import Path
 from msgspec.structs import asdict
 
 from ripstop.cli.options.devices import bindings, note_omp_threads, virtual_local_rank, workers_per_node
-from ripstop.cli.options.flags import Flag, ParsedArguments, parse
-from ripstop.cli.options.job import (
-    JOB_FLAGS,
+from ripstop.cli.options.flags import Flag, ParsedArguments, note_unused_flags, parse
+from ripstop.cli.options.job import JOB_FLAGS, budget
+from ripstop.cli.options.monitoring import (
     allow_chaos,
-    budget,
-    certificates,
-    no_secret_warning,
+    api_address,
+    hang_timeout,
+    health,
     notify_url,
-    own_log,
+    preemption_notice,
+    probe_port,
     stragglers,
+    timer_pipe,
 )
-from ripstop.cli.options.monitoring import hang_timeout, health, preemption_notice, probe_port, timer_pipe
-from ripstop.cli.options.output import checkpoints, event_handler, logs
+from ripstop.cli.options.output import event_log_handler, logs, own_log
 from ripstop.cli.options.program import (
     entrypoint,
     inprocess_timeout,
@@ -33,30 +34,29 @@ from ripstop.cli.options.program import (
     start_method,
 )
 from ripstop.cli.options.rendezvous import (
-    BACKENDS,
-    RendezvousOptions,
+    certificates,
     handler_options,
+    no_secret_warning,
+    rendezvous_handler,
     rendezvous_options,
+    target_nodes,
     with_ranking,
 )
-from ripstop.cli.options.starters import STARTERS, user_key, with_starter
-from ripstop.cli.options.state import replication
+from ripstop.cli.options.starters import STARTERS, with_starter
+from ripstop.cli.options.state import checkpoints, replication
 from ripstop.cli.options.tracing import tracing
 from ripstop.model import parsers
 from ripstop.model.config import (
-    API_PORT,
     DRAIN_TIMEOUT_S,
     STOP_SIGNALS,
     Backend,
     Etcd,
-    Handler,
     Numa,
     RunConfig,
     StandbyUntil,
-    Tls,
 )
 from ripstop.model.errors import HelpRequested, UsageError
-from ripstop.model.round import Address
+from ripstop.starters.user_key import user_key
 
 HELP = """\
 usage: ripstop run [FLAGS] SCRIPT [ARGS]
@@ -256,7 +256,7 @@ HANDLER_PROGRAM = (
 
 def main(argv: Sequence[str], with_handler: Callable[[RunConfig], int] | None = None) -> int:
     args = _parse(argv, os.environ)
-    config = _configuration(args, os.environ)
+    config = _run_config(args, os.environ)
     if "--dry-run" in args:
         from ripstop.cli.dry_run import describe
 
@@ -269,9 +269,9 @@ def main(argv: Sequence[str], with_handler: Callable[[RunConfig], int] | None = 
     return launch.run(config)
 
 
-def configure(argv: Sequence[str], environ: Mapping[str, str], registered: Collection[str] = ()) -> RunConfig:
+def configure_run(argv: Sequence[str], environ: Mapping[str, str], registered: Collection[str] = ()) -> RunConfig:
     """The configuration of a command line; `registered` are additional backends."""
-    return _configuration(_parse(argv, environ), environ, registered)
+    return _run_config(_parse(argv, environ), environ, registered)
 
 
 def _parse(argv: Sequence[str], environ: Mapping[str, str]) -> ParsedArguments:
@@ -285,7 +285,7 @@ def _parse(argv: Sequence[str], environ: Mapping[str, str]) -> ParsedArguments:
     return with_job_file(args, FLAGS)
 
 
-def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered: Collection[str] = ()) -> RunConfig:
+def _run_config(args: ParsedArguments, environ: Mapping[str, str], registered: Collection[str] = ()) -> RunConfig:
     notes: list[str] = []
     args, start = with_starter(args, environ, os.uname().nodename, notes)
     if "--monitor-interval" in args:
@@ -296,17 +296,14 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
     slots = workers_per_node(args, environ)
     note_omp_threads(environ, slots, notes)
     conf_name = args.label("--rdzv-conf")
-    handler = _handler(args, registered)
+    handler = rendezvous_handler(args, registered)
     conf = parsers.key_values(conf_name, args.text("--rdzv-conf")) if handler is None else {}
     min_nodes, max_nodes = parsers.node_range(*args.labelled("--nnodes", "1"))
     if handler is None:
         rdzv = rendezvous_options(args, conf, min_nodes, max_nodes, notes)
     else:
         rdzv = handler_options(args, notes)
-    if handler is not None and "--notify-url" in args:
-        notes.append(f"{args.label('--notify-url')} has no effect with another package's rendezvous handler")
-    if handler is not None and "--allow-chaos" in args:
-        notes.append(f"{args.label('--allow-chaos')} has no effect with another package's rendezvous handler")
+        note_unused_flags(args, ("--notify-url", "--allow-chaos"), "with another package's rendezvous handler", notes)
     number = start.node_number if start is not None else None
     rdzv = with_ranking(args, conf, rdzv, environ, os.uname().nodename, notes, number)
     is_local = rdzv.backend is Backend.LOCAL
@@ -322,7 +319,7 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         )
     alone = rdzv.endpoint is None and elector is None
     token, token_notes = parsers.job_secret(environ)
-    api = _api(args, token, tls, local=is_local, notes=notes)
+    api = api_address(args, token, tls, local=is_local, notes=notes)
     if tls is not None and alone and api is None:
         notes.append(f"{conf_name} tls_… has no effect on a single node: there are no connections to encrypt")
     key = user_key(start, environ) if not token and (tls is None or tls.ca is None) else None
@@ -331,10 +328,10 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
     replicates, replication_bandwidth = replication(args, notes, max_nodes=max_nodes)
     return RunConfig(
         entry=program,
-        run_id=parsers.identifier(*args.labelled("--rdzv-id", _random_name() if is_local else "none")),
+        run_id=parsers.identifier(*args.labelled("--rdzv-id", os.urandom(16).hex() if is_local else "none")),
         min_nodes=min_nodes,
         max_nodes=max_nodes,
-        target=_target(conf_name, conf, rdzv, min_nodes, max_nodes, notes),
+        target=target_nodes(conf_name, conf, rdzv, min_nodes, max_nodes, notes),
         slots=slots,
         role=parsers.identifier(*args.labelled("--role", "default")),
         **asdict(rdzv),
@@ -356,11 +353,11 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         bindings=bindings(args, environ, slots, notes),
         virtual_local_rank=virtual_local_rank(args, environ, slots),
         signals=parsers.signals(*args.labelled("--signals-to-handle", ",".join(STOP_SIGNALS))),
-        event_handler=event_handler(args),
+        event_handler=event_log_handler(args),
         timer_pipe=timer_pipe(environ, notes),
         tracing=tracing(environ, notes, coordinated=rdzv.backend is not Backend.HANDLER),
         notify_url=notify_url(args),
-        token=token or (_random_name() if is_local and api is None else ""),
+        token=token or (os.urandom(16).hex() if is_local and api is None else ""),
         user_key=key,
         earlier_restarts=start.earlier_restarts if start is not None else 0,
         tls=tls,
@@ -376,19 +373,6 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
     )
 
 
-def _handler(args: ParsedArguments, registered: Collection[str]) -> Handler | None:
-    """The other package's rendezvous handler that --rdzv-backend names, if any.  Its settings are passed on unread."""
-    name = args.text("--rdzv-backend", "static")
-    if name in BACKENDS or "--standalone" in args:
-        return None
-    from importlib.metadata import entry_points
-
-    if name not in registered and name not in entry_points(group="torchrun.handlers").names:
-        return None
-    conf = parsers.key_values(*args.labelled("--rdzv-conf"))
-    return Handler(name, args.text("--rdzv-endpoint"), tuple(conf.items()))
-
-
 def _continue_with_handler(argv: Sequence[str]) -> int:
     """Replace this process by `compat/launcher/handler_link.py`: this layer must not import torch or the handler.
 
@@ -398,37 +382,3 @@ def _continue_with_handler(argv: Sequence[str]) -> int:
         stream.flush()
     program = HANDLER_PROGRAM.format(root=str(Path(__file__).parents[3]))
     os.execv(sys.executable, [sys.executable, "-P", "-c", program, *argv])
-
-
-def _target(
-    conf_name: str, conf: Mapping[str, str], rdzv: RendezvousOptions, min_nodes: int, max_nodes: int, notes: list[str]
-) -> int | None:
-    if "target" in conf and rdzv.backend in (Backend.LOCAL, Backend.STATIC):
-        why = "on a single node" if rdzv.backend is Backend.LOCAL else "with static: all nodes have a rank"
-        notes.append(f"{conf_name} target has no effect {why}")
-        return None
-    return parsers.target(conf_name, conf, min_nodes, max_nodes)
-
-
-def _api(args: ParsedArguments, token: str, tls: Tls | None, *, local: bool, notes: list[str]) -> Address | None:
-    if "--api" not in args:
-        return None
-    name = args.label("--api")
-    if not local:
-        notes.append(f"{name} has no effect on a job of several nodes: its API is at its coordinator's port")
-        return None
-    endpoint = parsers.address(name, args.text("--api"), default_port=API_PORT)
-    if not token and (tls is None or tls.ca is None):
-        raise UsageError(
-            f"{name}={endpoint}: the API needs the job's secret, and there is none; "
-            "set RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE"
-        )
-    if tls is not None:
-        from ripstop.transport.tls import check_coordinator_certificate
-
-        check_coordinator_certificate(tls, endpoint.host)
-    return endpoint
-
-
-def _random_name() -> str:
-    return os.urandom(16).hex()

@@ -4,7 +4,7 @@ import subprocess
 from collections.abc import Sequence
 
 from ripstop.cli.options.flags import HELP_FLAG
-from ripstop.cli.slurm.job_script import HELP, OWN_FLAGS, job_script, parse_arguments
+from ripstop.cli.slurm.job_script import HELP, OWN_FLAGS, job_script, parse_slurm_arguments
 from ripstop.model.errors import HelpRequested, UsageError
 
 USAGE = f"""\
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         raise HelpRequested(USAGE)
     if name not in COMMANDS:
         raise UsageError(f"slurm {name}: unknown command; write {' or '.join(COMMANDS)}")
-    args = parse_arguments(rest)
+    args = parse_slurm_arguments(rest)
     if "--help" in args:
         raise HelpRequested(USAGE)
     script = job_script(args)

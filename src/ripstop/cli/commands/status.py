@@ -3,10 +3,10 @@
 import re
 from typing import Any
 
-from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand, table
+from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand
 from ripstop.cli.options.flags import Flag
 from ripstop.model.errors import UsageError
-from ripstop.model.text_formatting import format_bytes, one_line, rank_list
+from ripstop.model.text_formatting import format_bytes, format_table, one_line, rank_list
 
 NODE_COLUMNS: tuple[str, ...] = ("NODE", "HOST", "STATE", "RANKS", "ROLE")
 
@@ -48,20 +48,20 @@ def metrics(command: ParsedCommand) -> None:
 
 def render(status: dict[str, Any]) -> str:
     columns, rows = _nodes(status["nodes"])
-    nodes_table = table(rows, columns)
+    nodes_table = format_table(rows, columns)
     about = [f"reason: {status['why']}", *map(_straggler, status.get("stragglers", ()))]
     lines = "\n".join(about)
-    return f"job {status['run_id']}: {', '.join(_facts(status))}\n{lines}\n\n{nodes_table}"
+    return f"job {status['run_id']}: {', '.join(_status_facts(status))}\n{lines}\n\n{nodes_table}"
 
 
 def render_markdown(status: dict[str, Any]) -> str:
     """A heading line, the reason, and the nodes as a table that GitHub, GitLab, Slack canvases and notebooks show."""
     about = (f"reason: {status['why']}", *map(_straggler, status.get("stragglers", ())))
-    facts = [f"- {_escaped(fact)}" for fact in (*_facts(status), *about)]
+    facts = [f"- {_escaped_markdown(fact)}" for fact in (*_status_facts(status), *about)]
     columns, nodes = _nodes(status["nodes"])
-    rows = [columns, ("---",) * len(columns), *([_escaped(cell) for cell in row] for row in nodes)]
+    rows = [columns, ("---",) * len(columns), *([_escaped_markdown(cell) for cell in row] for row in nodes)]
     lines = [
-        f"**ripstop job {_escaped(status['run_id'])}**",
+        f"**ripstop job {_escaped_markdown(status['run_id'])}**",
         "",
         *facts,
         "",
@@ -70,13 +70,13 @@ def render_markdown(status: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _escaped(text: str) -> str:
+def _escaped_markdown(text: str) -> str:
     """The text as it is: no character of it is markup, and it stays in its cell."""
     text = one_line(text).replace("\n", " ")
     return re.sub(r"([\\`*_\[\]<>|~@&])", r"\\\1", text)
 
 
-def _facts(status: dict[str, Any]) -> tuple[str, ...]:
+def _status_facts(status: dict[str, Any]) -> tuple[str, ...]:
     nodes = f"{status['min_nodes']}:{status['max_nodes']}"
     if status["target"] != status["max_nodes"]:
         nodes += f", scaled to {status['target']}"

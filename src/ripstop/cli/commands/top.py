@@ -24,12 +24,12 @@ def top(command: ParsedCommand) -> None:
     import curses  # not on every system
 
     from ripstop.cli.top.job_reader import JobReader
-    from ripstop.cli.top.terminal import show
+    from ripstop.cli.top.terminal import run_terminal
 
     reader = JobReader(command.find_job)
     reader.start()
     try:
-        show(reader)
+        run_terminal(reader)
     except curses.error as error:
         raise RipstopError(f"this terminal cannot show it: {error}; set TERM, or use ripstop status") from error
 

@@ -1,1 +1,1 @@
-"""`ripstop kube`: from a command line to Kubernetes objects (`job`), and requests to a cluster (`cluster`)."""
+"""`ripstop kube`: from a command line to Kubernetes objects (`job_objects`), and the commands to a cluster."""

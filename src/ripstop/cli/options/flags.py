@@ -82,6 +82,10 @@ class ParsedArguments(Struct, frozen=True):
         )
 
 
+def note_unused_flags(args: ParsedArguments, flags: Sequence[str], why: str, notes: list[str]) -> None:
+    notes.extend(f"{args.label(flag)} has no effect {why}" for flag in flags if flag in args)
+
+
 def parse(flags: Sequence[Flag], argv: Sequence[str], environ: Mapping[str, str]) -> ParsedArguments:
     texts, program = _split(flags, argv)
     sources: dict[str, str] = {}

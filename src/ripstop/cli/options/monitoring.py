@@ -1,4 +1,4 @@
-"""The flags about monitoring this node: health checks, hangs, probes, and torch's timers in workers."""
+"""The flags about monitoring: health checks, hangs, stragglers, API, probes, torch's timers, messages and chaos."""
 
 import os
 from collections.abc import Mapping
@@ -6,14 +6,16 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ripstop.cli.options.flags import ParsedArguments
-from ripstop.model.config import HealthLimits
+from ripstop.cli.options.flags import ParsedArguments, note_unused_flags
+from ripstop.model.config import API_PORT, HealthLimits, StragglerLimits, StragglerMode, Tls
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import duration, health_limits, port, webhook_url
+from ripstop.model.parsers import address, choice, duration, health_limits, number, port, webhook_url
+from ripstop.model.round import Address
 from ripstop.workers.environment import TIMER_FILE
 
 ENABLE_TIMERS = "TORCHELASTIC_ENABLE_FILE_TIMER"
 PROBE_PORT_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
+MAX_STRAGGLER_FACTOR = 100.0
 
 
 def health(args: ParsedArguments, conf_name: str, conf: Mapping[str, str], *, alone: bool) -> HealthLimits:
@@ -54,6 +56,16 @@ def hang_timeout(args: ParsedArguments, notes: list[str]) -> float:
     return timeout
 
 
+def stragglers(args: ParsedArguments, notes: list[str]) -> StragglerLimits:
+    default = StragglerLimits()
+    mode = choice(*args.labelled("--straggler", default.mode.value), StragglerMode)
+    if mode is StragglerMode.OFF:
+        note_unused_flags(args, ("--straggler-factor", "--straggler-time"), "with --straggler=off", notes)
+    factor = number(*args.labelled("--straggler-factor", str(default.factor)), above=1.0, maximum=MAX_STRAGGLER_FACTOR)
+    seconds = duration(*args.labelled("--straggler-time", str(default.seconds)), positive=True)
+    return StragglerLimits(mode, factor, seconds)
+
+
 def preemption_notice(args: ParsedArguments) -> str:
     """A file that need not exist, or a URL; "": none."""
     if "--preemption-notice" not in args:
@@ -76,6 +88,26 @@ def probe_port(args: ParsedArguments, environ: Mapping[str, str]) -> int | None:
     return port(PROBE_PORT_VARIABLE, text) if text else None
 
 
+def api_address(args: ParsedArguments, token: str, tls: Tls | None, *, local: bool, notes: list[str]) -> Address | None:
+    if "--api" not in args:
+        return None
+    name = args.label("--api")
+    if not local:
+        notes.append(f"{name} has no effect on a job of several nodes: its API is at its coordinator's port")
+        return None
+    endpoint = address(name, args.text("--api"), default_port=API_PORT)
+    if not token and (tls is None or tls.ca is None):
+        raise UsageError(
+            f"{name}={endpoint}: the API needs the job's secret, and there is none; "
+            "set RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE"
+        )
+    if tls is not None:
+        from ripstop.transport.tls import check_coordinator_certificate
+
+        check_coordinator_certificate(tls, endpoint.host)
+    return endpoint
+
+
 def timer_pipe(environ: Mapping[str, str], notes: list[str]) -> Path | None:
     """The path of the pipe on which workers set timers, None if timers are off."""
     enabled = environ.get(ENABLE_TIMERS, "0")
@@ -94,3 +126,14 @@ def timer_pipe(environ: Mapping[str, str], notes: list[str]) -> Path | None:
         notes.append(f"{TIMER_FILE}={file}: another agent uses this pipe; this job uses {path}")
     check_pipe_path(f"{TIMER_FILE}={file}" if file else f"{path}", path)
     return path
+
+
+def notify_url(args: ParsedArguments) -> str:
+    return webhook_url(*args.labelled("--notify-url")) if "--notify-url" in args else ""
+
+
+def allow_chaos(args: ParsedArguments, notes: list[str]) -> bool:
+    is_allowed = "--allow-chaos" in args
+    if is_allowed:
+        notes.append(f"{args.label('--allow-chaos')}: operators may inject faults into this job (ripstop chaos)")
+    return is_allowed

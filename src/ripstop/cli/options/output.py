@@ -1,13 +1,13 @@
-"""The flags about workers' output, checkpoints and events."""
+"""The flags about output: workers' output, ripstop's own lines, and torch's events."""
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from ripstop.cli.options.flags import ParsedArguments
-from ripstop.model.config import Checkpoints, Logs, OutputStreams, StreamMap
+from ripstop.model.config import LogFormat, LogLevel, Logs, OutputStreams, OwnLog, StreamMap
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import comma_separated, duration, local_ranks, streams
+from ripstop.model.parsers import choice, comma_separated, local_ranks, streams
 
 PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 LOGS_GROUP = "torchrun.logs_specs"
@@ -71,18 +71,14 @@ def _filters(
     return comma_separated(name, args.text(flag))
 
 
-def checkpoints(args: ParsedArguments, notes: list[str]) -> Checkpoints | None:
-    default = Checkpoints(Path())
-    interval = duration(*args.labelled("--checkpoint-interval", str(default.interval)), positive=True)
-    if not args.text("--checkpoint-dir"):
-        if "--checkpoint-interval" in args:
-            label = args.label("--checkpoint-interval")
-            notes.append(f"{label} has no effect without --checkpoint-dir: no commit is saved to disk")
-        return None
-    return Checkpoints(Path(args.text("--checkpoint-dir")).absolute(), interval)
+def own_log(args: ParsedArguments) -> OwnLog:
+    """How ripstop's own lines are written; --quiet means warnings and no live line, unless --log-level is given."""
+    is_quiet = "--quiet" in args
+    level = choice(*args.labelled("--log-level", "warning" if is_quiet else "info"), LogLevel)
+    return OwnLog(level, choice(*args.labelled("--log-format", "text"), LogFormat), live=not is_quiet)
 
 
-def event_handler(args: ParsedArguments) -> str:
+def event_log_handler(args: ParsedArguments) -> str:
     """The handler that receives torch's events, "" for none."""
     handler = args.text("--event-log-handler", "null")
     if handler == "null":

@@ -5,12 +5,10 @@ from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from msgspec.structs import replace
-
-from ripstop.cli.options.flags import ParsedArguments
-from ripstop.model.config import Entrypoint, Executable, Module, Script, Standby, StandbyUntil, StartMethod
+from ripstop.cli.options.flags import ParsedArguments, note_unused_flags
+from ripstop.model.config import Entrypoint, Executable, Module, Script, Standby, StartMethod
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import duration, integer
+from ripstop.model.parsers import duration, standby_until, standby_workers
 
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
@@ -21,8 +19,7 @@ def entrypoint(args: ParsedArguments, environ: Mapping[str, str], notes: list[st
         raise UsageError("no script; write it after the flags: ripstop run … train.py")
     name, *script_args = args.program
     if "--run-path" in args:
-        unused = (flag for flag in ("--module", "--no-python") if flag in args)
-        notes.extend(f"{args.label(flag)} has no effect with --run-path: a script is run" for flag in unused)
+        note_unused_flags(args, ("--module", "--no-python"), "with --run-path: a script is run", notes)
         if environ.get("PYTHON_EXEC"):
             notes.append("PYTHON_EXEC has no effect with --run-path: ripstop's own interpreter runs the script")
         return Script(_existing(name), tuple(script_args))
@@ -80,32 +77,8 @@ def standby(args: ParsedArguments, entry: Entrypoint, start: StartMethod, slots:
     until = standby_until(*args.labelled("--standby-until", "script"))
     found = standby_workers(*args.labelled("--standby", "off"), Standby(0, False, warm_up, until), entry, start, slots)
     if not found.count:
-        unused = (flag for flag in ("--standby-warmup", "--standby-until") if flag in args)
-        notes.extend(f"{args.label(flag)} has no effect without --standby" for flag in unused)
+        note_unused_flags(args, ("--standby-warmup", "--standby-until"), "without --standby", notes)
     return found
-
-
-def standby_workers(name: str, text: str, base: Standby, entry: Entrypoint, start: StartMethod, slots: int) -> Standby:
-    """`base` with the number of standbys from `auto`, `off` or a number."""
-    if text == "off":
-        return Standby()
-    if text == "auto":
-        count = slots
-    else:
-        remedy = f"give 1 to {slots}, the workers of this node, or auto or off"
-        count = integer(name, text, minimum=0, maximum=slots, remedy=remedy)
-    if count and start is StartMethod.EXEC:
-        why = f"{entry.argv[0]} is no Python script" if isinstance(entry, Executable) else "--start-method is exec"
-        raise UsageError(f"{name}={text}: standbys are forked, and {why}; leave {name} out")
-    return replace(base, count=count, auto=text == "auto") if count else Standby()
-
-
-def standby_until(name: str, text: str) -> StandbyUntil:
-    try:
-        return StandbyUntil(text)
-    except ValueError:
-        remedy = "script: they wait before the script; elastic: before its function with @train.elastic"
-        raise UsageError(f"{name}={text}: standbys run until script or elastic; write one of them ({remedy})") from None
 
 
 def standby_warm_up(name: str, text: str, entry: Entrypoint) -> str:
@@ -116,15 +89,11 @@ def standby_warm_up(name: str, text: str, entry: Entrypoint) -> str:
     from importlib.util import find_spec  # rarely needed
 
     top = module.partition(".")[0]
-    own = _script_directory(entry)
+    # the first directory in which the workers look for modules
+    own = str(Path(entry.path).resolve().parent if isinstance(entry, Script) else Path.cwd())
     if find_spec(top) is None and PathFinder.find_spec(top, [own]) is None:
         raise UsageError(f"{name}={text}: there is no module {top!r} in {own} or on PYTHONPATH; correct the name")
     return text
-
-
-def _script_directory(entry: Entrypoint) -> str:
-    """The first directory in which the workers look for modules."""
-    return str(Path(entry.path).resolve().parent if isinstance(entry, Script) else Path.cwd())
 
 
 def shutdown_timeout(args: ParsedArguments, environ: Mapping[str, str]) -> float:

@@ -1,4 +1,4 @@
-"""The flags about the rendezvous: where a job's nodes meet, and this node's identity among them.  Pure.
+"""The flags about the rendezvous: where a job's nodes meet, this node's identity, and certificates.  Pure.
 
 A single node needs no rendezvous: its coordinator runs in its own process (`LOCAL`) with any backend, unless it has an
 endpoint that other nodes can connect to.  With etcd, the nodes elect the host of the coordinator.  Flags that a choice
@@ -6,15 +6,15 @@ leaves without effect are named in the notes.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ripstop.cli.options.flags import ParsedArguments
-from ripstop.model.config import COORDINATOR_PORT, ETCD_PORT, MASTER_PORT, MAX_NODES, Backend
+from ripstop.cli.options.flags import ParsedArguments, note_unused_flags
+from ripstop.model.config import COORDINATOR_PORT, ETCD_PORT, MASTER_PORT, MAX_NODES, Backend, Handler, Tls
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import address, boolean, host, identifier, integer, port, rank_by
+from ripstop.model.parsers import address, boolean, host, identifier, integer, key_values, port, rank_by, target, tls
 from ripstop.model.round import Address, RankBy
 
 BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
@@ -64,12 +64,12 @@ def _of_backend(args: ParsedArguments, min_nodes: int, max_nodes: int, notes: li
     if "--standalone" in args:
         if max_nodes != 1:
             raise UsageError(f"{args.quoted('--nnodes')}: --standalone is for one node; remove one of the two")
-        _note_no_effect(args, (*ENDPOINT_FLAGS, *MASTER_FLAGS, "--node-rank"), "with --standalone", notes)
+        note_unused_flags(args, (*ENDPOINT_FLAGS, *MASTER_FLAGS, "--node-rank"), "with --standalone", notes)
         return single_node
     node_rank = _node_rank(args, max_nodes)
     match backend := args.text("--rdzv-backend", "static"):
         case "c10d":
-            _note_no_effect(args, MASTER_FLAGS, "with --rdzv-backend=c10d: the endpoint is --rdzv-endpoint", notes)
+            note_unused_flags(args, MASTER_FLAGS, "with --rdzv-backend=c10d: the endpoint is --rdzv-endpoint", notes)
             endpoint, successors = _endpoints(args, max_nodes, notes)
             if endpoint is None:
                 return single_node
@@ -93,10 +93,33 @@ def _of_backend(args: ParsedArguments, min_nodes: int, max_nodes: int, notes: li
     )
 
 
+def rendezvous_handler(args: ParsedArguments, registered: Collection[str]) -> Handler | None:
+    """The other package's rendezvous handler that --rdzv-backend names, if any.  Its settings are passed on unread."""
+    name = args.text("--rdzv-backend", "static")
+    if name in BACKENDS or "--standalone" in args:
+        return None
+    from importlib.metadata import entry_points
+
+    if name not in registered and name not in entry_points(group="torchrun.handlers").names:
+        return None
+    conf = key_values(*args.labelled("--rdzv-conf"))
+    return Handler(name, args.text("--rdzv-endpoint"), tuple(conf.items()))
+
+
 def handler_options(args: ParsedArguments, notes: list[str]) -> RendezvousOptions:
     why = f"with {args.quoted('--rdzv-backend')}: its handler does the rendezvous"
-    _note_no_effect(args, (*MASTER_FLAGS, "--node-rank"), why, notes)
+    note_unused_flags(args, (*MASTER_FLAGS, "--node-rank"), why, notes)
     return RendezvousOptions(Backend.HANDLER, local_addr=_local_address(args))
+
+
+def target_nodes(
+    conf_name: str, conf: Mapping[str, str], rdzv: RendezvousOptions, min_nodes: int, max_nodes: int, notes: list[str]
+) -> int | None:
+    if "target" in conf and rdzv.backend in (Backend.LOCAL, Backend.STATIC):
+        why = "on a single node" if rdzv.backend is Backend.LOCAL else "with static: all nodes have a rank"
+        notes.append(f"{conf_name} target has no effect {why}")
+        return None
+    return target(conf_name, conf, min_nodes, max_nodes)
 
 
 def with_ranking(
@@ -116,7 +139,7 @@ def with_ranking(
         notes.append(f"{name} rank_by has no effect {why}")
         by = RankBy.JOIN
     if by is not RankBy.LABEL:
-        _note_no_effect(args, ["--node-label"], f"without {name} rank_by=label", notes)
+        note_unused_flags(args, ["--node-label"], f"without {name} rank_by=label", notes)
     match by:
         case RankBy.SLOT:
             given = rdzv.node_rank if rdzv.node_rank is not None else started_as
@@ -155,7 +178,7 @@ def _check_etcd(args: ParsedArguments, backend: str, notes: list[str]) -> None:
         raise UsageError(
             f"{flag}: the address of etcd is missing; write --rdzv-endpoint=HOST:{ETCD_PORT}, or several with commas"
         )
-    _note_no_effect(args, MASTER_FLAGS, f"with {flag}: etcd's endpoint is --rdzv-endpoint", notes)
+    note_unused_flags(args, MASTER_FLAGS, f"with {flag}: etcd's endpoint is --rdzv-endpoint", notes)
     if backend == "etcd-v2":
         notes.append(f"{flag} means etcd: ripstop uses etcd's v3 API")
 
@@ -223,7 +246,7 @@ def _endpoint(args: ParsedArguments, name: str, text: str, max_nodes: int) -> Ad
 def _master(args: ParsedArguments, notes: list[str]) -> Address | None:
     """The address of static's node 0; None if no flag names it."""
     if args.text("--rdzv-endpoint"):
-        _note_no_effect(args, MASTER_FLAGS, "with --rdzv-endpoint", notes)
+        note_unused_flags(args, MASTER_FLAGS, "with --rdzv-endpoint", notes)
         return address(*args.labelled("--rdzv-endpoint"), default_port=MASTER_PORT)
     if not any(flag in args for flag in MASTER_FLAGS):
         return None
@@ -241,5 +264,22 @@ def _node_rank(args: ParsedArguments, max_nodes: int) -> int | None:
     return integer(*args.labelled("--node-rank"), minimum=0, maximum=max_nodes - 1, remedy=remedy)
 
 
-def _note_no_effect(args: ParsedArguments, flags: Sequence[str], why: str, notes: list[str]) -> None:
-    notes.extend(f"{args.label(flag)} has no effect {why}" for flag in flags if flag in args)
+def certificates(name: str, conf: Mapping[str, str], notes: list[str]) -> Tls | None:
+    """The job's certificates, checked; `name` is the label of `--rdzv-conf`."""
+    found, tls_notes = tls(name, conf)
+    notes.extend(tls_notes)
+    if found is not None:
+        from ripstop.transport.tls import check_certificates  # ssl: only with TLS
+
+        check_certificates(name, found)
+    return found
+
+
+def no_secret_warning(endpoint: object, tls: Tls | None) -> list[str]:
+    """A warning that anyone can join the job; none if certificates are required."""
+    if tls is not None and tls.ca is not None:
+        return []
+    return [
+        f"no RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: anyone who can reach {endpoint} can join this job and end it; "
+        "set the same secret on all nodes (openssl rand -hex 32)"
+    ]

@@ -6,26 +6,24 @@ they must agree; (3) a worker of a job inherits the variables, but is no node: n
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from msgspec.structs import replace
 
-from ripstop.cli.options.devices import gpus
 from ripstop.cli.options.flags import ParsedArguments
-from ripstop.model.config import STOP_SIGNALS, UserKey
+from ripstop.model.config import STOP_SIGNALS
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import boolean, integer, key_values, node_range
 from ripstop.starters.aws_batch import read_aws_batch
 from ripstop.starters.mpi import is_open_mpi, read_mpi
 from ripstop.starters.slurm import is_step, nodes_without_step, read_slurm
 from ripstop.starters.start import Start
+from ripstop.system.gpus import visible_gpu_count
 
 STARTERS = {"slurm": read_slurm, "mpi": read_mpi, "aws-batch": read_aws_batch}
 RENDEZVOUS_FLAGS = (
     *("--standalone", "--rdzv-backend", "--rdzv-endpoint", "--master-addr", "--master-port", "--node-rank"),
 )
 WORKER_VARIABLE = "TORCHELASTIC_RUN_ID"
-KEY_FILE = ".config/ripstop/key"  # in the home directory
 
 
 def with_starter(
@@ -54,24 +52,10 @@ def with_starter(
             )
         texts["--rdzv-endpoint"] = str(start.endpoint)
     found = args.with_defaults(texts, f"{start.starter}'s", ())
-    replaced = {"--rdzv-backend": "c10d", "--nnodes": _nodes(args, start, notes)}
+    replaced = {"--rdzv-backend": "c10d", "--nnodes": _starter_nnodes(args, start, notes)}
     if start.nodes > 1:
         replaced["--rdzv-conf"] = _conf(args, start)
     return replace(found, texts={**found.texts, **replaced}), start
-
-
-def user_key(start: Start | None, environ: Mapping[str, str]) -> UserKey | None:
-    """The key from which the job's secret is derived; None if the job has one node, or the starter has no name for it.
-
-    The variable HOME is the same on all nodes: starters pass it on.
-    """
-    if start is None or start.nodes == 1 or not start.key_context:
-        return None
-    if not environ.get("HOME"):
-        raise UsageError("HOME is not set: the job's secret comes from a file there; set HOME, or RIPSTOP_TOKEN")
-    if not environ["HOME"].startswith("/"):
-        raise UsageError(f"HOME={environ['HOME']}: not an absolute path; correct it, or set RIPSTOP_TOKEN")
-    return UserKey(Path(environ["HOME"], KEY_FILE), start.key_context, is_creator=start.node_number == 0)
 
 
 def _is_slurm(args: ParsedArguments, environ: Mapping[str, str], notes: list[str]) -> bool:
@@ -110,10 +94,10 @@ def _workers(start: Start, environ: Mapping[str, str]) -> int:
     """One for each GPU that workers may use; one without GPUs."""
     if start.gpus is not None and "CUDA_VISIBLE_DEVICES" not in environ:
         return max(start.gpus, 1)
-    return gpus(environ) or 1
+    return visible_gpu_count(environ) or 1
 
 
-def _nodes(args: ParsedArguments, start: Start, notes: list[str]) -> str:
+def _starter_nnodes(args: ParsedArguments, start: Start, notes: list[str]) -> str:
     """--nnodes, with the starter's number of nodes as the maximum."""
     if "--nnodes" not in args:
         return str(start.nodes)

@@ -1,8 +1,11 @@
 """The flags about training state (`ripstop.train.State`)."""
 
+from pathlib import Path
+
 from ripstop.cli.options.flags import ParsedArguments
+from ripstop.model.config import Checkpoints
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import byte_size
+from ripstop.model.parsers import byte_size, duration
 
 
 def replication(args: ParsedArguments, notes: list[str], *, max_nodes: int) -> tuple[bool, int]:
@@ -16,3 +19,14 @@ def replication(args: ParsedArguments, notes: list[str], *, max_nodes: int) -> t
         why = f"with {args.label('--replicate')}=off" if mode == "off" else "in a job of one node"
         notes.append(f"{name} has no effect {why}: nothing is copied")
     return mode == "auto", limit
+
+
+def checkpoints(args: ParsedArguments, notes: list[str]) -> Checkpoints | None:
+    default = Checkpoints(Path())
+    interval = duration(*args.labelled("--checkpoint-interval", str(default.interval)), positive=True)
+    if not args.text("--checkpoint-dir"):
+        if "--checkpoint-interval" in args:
+            label = args.label("--checkpoint-interval")
+            notes.append(f"{label} has no effect without --checkpoint-dir: no commit is saved to disk")
+        return None
+    return Checkpoints(Path(args.text("--checkpoint-dir")).absolute(), interval)

@@ -57,7 +57,7 @@ exit "${code:-0}\""""
 SECRET = "export RIPSTOP_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')  # the job's secret, new in every run"
 
 
-def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
+def parse_slurm_arguments(argv: Sequence[str]) -> ParsedArguments:
     """Parse the command line, without this shell's variables: sbatch passes them on itself."""
     return parse((*OWN_FLAGS, HELP_FLAG, *(flag for flag in RUN_FLAGS if flag.name != "--help")), argv, {})
 
@@ -69,10 +69,10 @@ def job_script(args: ParsedArguments) -> str:
     if not args.program or not args.program[0]:
         raise UsageError("no script; write it after the flags: ripstop slurm render --nnodes=2 train.py")
     least, most = node_range(*args.labelled("--nnodes", "1"))
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(args, least, most)), ""]
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _sbatch_options(args, least, most)), ""]
     if "--setup" in args:
         lines += [args.text("--setup"), ""]
-    command = " \\\n    ".join(_command(args, is_elastic=least < most))
+    command = " \\\n    ".join(_srun_command(args, is_elastic=least < most))
     lines += [SECRET, ""]
     if "--requeue" in args:
         lines += [f"{command} || code=$?", REQUEUE]
@@ -81,25 +81,27 @@ def job_script(args: ParsedArguments) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _options(args: ParsedArguments, least: int, most: int) -> list[str]:
+def _sbatch_options(args: ParsedArguments, least: int, most: int) -> list[str]:
     """The options of sbatch.  Without --ntasks-per-node: with it, Slurm would give the job the minimum of nodes."""
-    options = [f"--job-name={_name(args)}", f"--nodes={least}-{most}" if least < most else f"--nodes={most}"]
+    options = [f"--job-name={_sbatch_job_name(args)}", f"--nodes={least}-{most}" if least < most else f"--nodes={most}"]
     named = (flag for flag in ("--partition", "--account", "--qos") if flag in args)
     options += [f"{flag}={identifier(flag, args.text(flag))}" for flag in named]
     if "--time" in args:
-        options.append(f"--time={_matching(args, '--time', TIME, 'a time for sbatch; write minutes, 2:30:00 or 1-12')}")
+        options.append(
+            f"--time={_sbatch_text(args, '--time', TIME, 'a time for sbatch; write minutes, 2:30:00 or 1-12')}"
+        )
     if "--gpus" in args:
-        options.append(f"--gpus-per-node={_number(args, '--gpus', MAX_SLOTS)}")
+        options.append(f"--gpus-per-node={_sbatch_number(args, '--gpus', MAX_SLOTS)}")
     if "--cpus" in args:
-        options.append(f"--cpus-per-task={_number(args, '--cpus', MAX_CPUS)}")
+        options.append(f"--cpus-per-task={_sbatch_number(args, '--cpus', MAX_CPUS)}")
     else:
         options.append("--exclusive")
     if "--memory" in args:
-        options.append(f"--mem={_matching(args, '--memory', SIZE, 'a size for sbatch; write 64G or 512M')}")
+        options.append(f"--mem={_sbatch_text(args, '--memory', SIZE, 'a size for sbatch; write 64G or 512M')}")
     elif "--cpus" not in args:
         options.append("--mem=0")  # all of it
     if "--drain" in args:
-        options.append(f"--signal=TERM@{_drain(args)}")
+        options.append(_signal_option(args))
     if least < most:
         options.append("--no-kill")
     if "--requeue" in args:
@@ -107,11 +109,11 @@ def _options(args: ParsedArguments, least: int, most: int) -> list[str]:
     return [*options, "--open-mode=append"]
 
 
-def _command(args: ParsedArguments, *, is_elastic: bool) -> list[str]:
+def _srun_command(args: ParsedArguments, *, is_elastic: bool) -> list[str]:
     """The lines of the command."""
     srun = ["srun", "--ntasks-per-node=1"]
     if "--cpus" in args:
-        srun.append(f"--cpus-per-task={_number(args, '--cpus', MAX_CPUS)}")  # srun does not take it from sbatch
+        srun.append(f"--cpus-per-task={_sbatch_number(args, '--cpus', MAX_CPUS)}")  # srun does not take it from sbatch
     if is_elastic:
         srun += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]  # a cluster may have other defaults
     flags = [flag for flag in RUN_FLAGS if flag.name in args]
@@ -119,28 +121,28 @@ def _command(args: ParsedArguments, *, is_elastic: bool) -> list[str]:
     return [" ".join(srun), " ".join(["ripstop run", *map(quote, texts)]), join(args.program_words())]
 
 
-def _name(args: ParsedArguments) -> str:
+def _sbatch_job_name(args: ParsedArguments) -> str:
     if "--name" in args:
         return identifier("--name", args.text("--name"))
     name = args.program[0].rpartition("/")[2].removesuffix(".py")
     return re.sub(r"[^A-Za-z0-9_.-]", "-", name).lstrip("-.") or "ripstop"
 
 
-def _number(args: ParsedArguments, flag: str, most: int) -> int:
+def _sbatch_number(args: ParsedArguments, flag: str, most: int) -> int:
     return integer(flag, args.text(flag), minimum=1, maximum=most)
 
 
-def _matching(args: ParsedArguments, flag: str, pattern: re.Pattern[str], form: str) -> str:
+def _sbatch_text(args: ParsedArguments, flag: str, pattern: re.Pattern[str], form: str) -> str:
     text = args.text(flag)
     if not pattern.fullmatch(text):
         raise UsageError(f"{flag}={text}: not {form}")
     return text
 
 
-def _drain(args: ParsedArguments) -> int:
+def _signal_option(args: ParsedArguments) -> str:
     seconds = duration("--drain", args.text("--drain"), positive=True)
     if not 1 <= seconds <= MAX_DRAIN_S:
         raise UsageError(f"--drain={args.text('--drain')}: sbatch allows 1 to {MAX_DRAIN_S} seconds; write --drain=2m")
     if "--time" not in args:
         raise UsageError("--drain: a time before the time limit, and there is none; add one, such as --time=4:00:00")
-    return int(seconds)
+    return f"--signal=TERM@{int(seconds)}"

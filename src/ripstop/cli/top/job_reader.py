@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ripstop.cli.commands.events import follow_events, render
+from ripstop.cli.commands.events import render_event
+from ripstop.cli.event_stream import event_identity, follow_events
 from ripstop.cli.job_client import RunningJob
 from ripstop.cli.top.job_view import JobView, RankState, view
 from ripstop.model.errors import RipstopError
@@ -83,13 +84,13 @@ class JobReader:
             time.sleep(RETRY_S)
 
     def _take(self, event: dict[str, Any]) -> None:
-        key = (event["node"], event["seq"], event["at"])
+        key = event_identity(event)
         if key in self._seen:
             return
         self._seen[key] = None
         if len(self._seen) > MAX_SEEN:
             del self._seen[next(iter(self._seen))]
-        if event["kind"] != "checkpoint_saved" and (line := render(event)):  # the header has its age
+        if event["kind"] != "checkpoint_saved" and (line := render_event(event)):  # the header has its age
             self._events.append(line.lstrip().partition(" ")[2])  # without the number
         match event["kind"]:
             case "round_formed":

@@ -59,16 +59,16 @@ CELLS = {
 }
 
 
-def _or_last(value: float | None) -> float:
+def _sort_value(value: float | None) -> float:
     return float("-inf") if value is None else value
 
 
 SORTS: dict[str, Callable[[Rank], Any]] = {
     "rank": lambda rank: rank.rank,
     "state": lambda rank: (SEVERITY[rank.state], rank.rank),
-    "step time": lambda rank: (-_or_last(rank.step_time if rank.own_time is None else rank.own_time), rank.rank),
-    "heartbeat": lambda rank: (-_or_last(rank.age), rank.rank),
-    "memory": lambda rank: (-_or_last(rank.memory), rank.rank),
+    "step time": lambda rank: (-_sort_value(rank.step_time if rank.own_time is None else rank.own_time), rank.rank),
+    "heartbeat": lambda rank: (-_sort_value(rank.age), rank.rank),
+    "memory": lambda rank: (-_sort_value(rank.memory), rank.rank),
 }
 
 
@@ -82,11 +82,11 @@ class Selection(Struct):
 
 def rows(job: JobView, chosen: Selection) -> list[Rank]:
     """The ranks of the table, filtered and sorted."""
-    tests = [_test(word) for word in chosen.filter.lower().split()]
+    tests = [_filter_test(word) for word in chosen.filter.lower().split()]
     return sorted((rank for rank in job.ranks if all(test(rank) for test in tests)), key=SORTS[chosen.sort])
 
 
-def _test(word: str) -> Callable[[Rank], bool]:
+def _filter_test(word: str) -> Callable[[Rank], bool]:
     first, dash, last = word.partition("-")
     if first.isdecimal() and last.isdecimal():
         return lambda rank: int(first) <= rank.rank <= int(last)

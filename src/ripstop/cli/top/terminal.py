@@ -286,7 +286,7 @@ def _styles() -> dict[Style, int]:
     return styles
 
 
-def show(reader: JobReader) -> None:
+def run_terminal(reader: JobReader) -> None:
     """Show the job until the user quits."""
     os.environ.setdefault("ESCDELAY", "25")  # ms after which Escape is a key of its own
 

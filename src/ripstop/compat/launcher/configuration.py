@@ -15,8 +15,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ripstop.cli.commands.run import configure
-from ripstop.cli.options.program import default_shutdown_timeout, standby_until, standby_warm_up, standby_workers
+from ripstop.cli.commands.run import configure_run
+from ripstop.cli.options.program import default_shutdown_timeout, standby_warm_up
 from ripstop.cli.options.rendezvous import BACKENDS
 from ripstop.compat.launcher.custom_logs import is_custom
 from ripstop.compat.launcher.handler_link import HANDLER_TIMEOUT_S
@@ -25,6 +25,7 @@ from ripstop.compat.multiprocessing import DefaultLogsSpecs, LogsSpecs
 from ripstop.compat.rendezvous import rendezvous_handler_registry
 from ripstop.model.config import Entrypoint, Executable, Module, RunConfig, Script, Standby, StartMethod
 from ripstop.model.errors import UsageError
+from ripstop.model.parsers import standby_until, standby_workers
 
 log = logging.getLogger("ripstop.compat")
 
@@ -118,7 +119,7 @@ def _parsed(config: LaunchConfig) -> RunConfig:
     if config.log_line_prefix_template is not None:
         environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = config.log_line_prefix_template
     registered = {config.rdzv_backend} if _is_handler(config.rdzv_backend) else set()
-    return configure([*_flags(config), "--no-python", sys.executable], environ, registered)
+    return configure_run([*_flags(config), "--no-python", sys.executable], environ, registered)
 
 
 def _is_handler(backend: str) -> bool:

@@ -1,4 +1,4 @@
-"""`ripstop kube`: requests to a cluster, as the user of KUBECONFIG or as the pod's service account.
+"""The commands of `ripstop kube` to a cluster, as the user of KUBECONFIG or as the pod's service account.
 
 A command that changes an object reads it first, and rejects an invalid change without trying it.
 """
@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ripstop.cli.job_client import table
 from ripstop.cli.options.flags import ParsedArguments
 from ripstop.kubernetes import deploy
 from ripstop.kubernetes.crd import supports_rules
@@ -21,6 +20,7 @@ from ripstop.kubernetes.manifests import HOME, JOB, SLOT, to_yaml
 from ripstop.kubernetes.spec import KIND
 from ripstop.model.errors import RipstopError, UsageError
 from ripstop.model.parsers import integer, read_bounded, read_file
+from ripstop.model.text_formatting import format_table
 
 Json = Mapping[str, Any]
 POLL_INTERVAL_S = 2.0  # between two looks for new pods
@@ -36,7 +36,7 @@ CLUSTER_WIDE = frozenset({"CustomResourceDefinition", "Namespace", "ClusterRole"
 POD_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
-def _require(*packages: str) -> None:
+def _require_packages(*packages: str) -> None:
     from importlib.util import find_spec
 
     for package in packages:
@@ -46,7 +46,7 @@ def _require(*packages: str) -> None:
 
 def _connect(args: ParsedArguments) -> tuple[str, Cluster]:
     """The namespace and the cluster that a command is about."""
-    _require("kubernetes")
+    _require_packages("kubernetes")
     return _namespace(args), Cluster(args.text("--context") or None)
 
 
@@ -73,9 +73,9 @@ def _namespace(args: ParsedArguments) -> str:
 # create, scale, delete ------------------------------------------------------------------------------------------------
 
 
-def load(name: str) -> list[dict[str, Any]]:
+def load_objects(name: str) -> list[dict[str, Any]]:
     """Read the objects of a YAML or JSON file."""
-    _require("kubernetes")  # which needs yaml too
+    _require_packages("kubernetes")  # which needs yaml too
     import yaml
 
     try:
@@ -107,7 +107,7 @@ def submit(args: ParsedArguments, objects: Sequence[dict[str, Any]]) -> int:
         item["metadata"].setdefault("namespace", here)
         kind, name = item["kind"], item["metadata"]["name"]
         try:
-            server.create(_path(item), item)
+            server.create(_collection_path(item), item)
         except Conflict:
             raise UsageError(
                 f"{kind} {name} exists already; choose another --name, or run `ripstop kube delete {name}` first"
@@ -123,7 +123,7 @@ def submit(args: ParsedArguments, objects: Sequence[dict[str, Any]]) -> int:
 def scale(args: ParsedArguments, names: Sequence[str]) -> int:
     name, replicas = names[0], integer("N", names[1], minimum=1, maximum=2**31 - 1)
     here, server = _connect(args)
-    spec = _job(server, here, name)["spec"]
+    spec = _get_job(server, here, name)["spec"]
     least, most = spec.get("minReplicas", 1), spec["maxReplicas"]
     if not least <= replicas <= most:
         raise UsageError(f"{name} has {least} to {most} nodes, not {replicas}; choose a number in this range")
@@ -135,13 +135,13 @@ def scale(args: ParsedArguments, names: Sequence[str]) -> int:
 def delete(args: ParsedArguments, names: Sequence[str]) -> int:
     name = names[0]
     here, server = _connect(args)
-    _job(server, here, name)
+    _get_job(server, here, name)
     server.delete(jobs_path(here, name), {"propagationPolicy": "Background"})
     print(f"deleting {here}/{name} and its pods")
     return 0
 
 
-def _job(server: Cluster, namespace: str, name: str) -> dict[str, Any]:
+def _get_job(server: Cluster, namespace: str, name: str) -> dict[str, Any]:
     try:
         return server.get(jobs_path(namespace, name))
     except NotFound:
@@ -155,15 +155,16 @@ def status(args: ParsedArguments, names: Sequence[str]) -> int:
     here, server = _connect(args)
     if not names:
         jobs = server.list(jobs_path(here))
-        print(json.dumps(jobs, indent=2) if "--json" in args else table([_job_row(job) for job in jobs], JOB_COLUMNS))
+        rows = [_job_row(job) for job in jobs]
+        print(json.dumps(jobs, indent=2) if "--json" in args else format_table(rows, JOB_COLUMNS))
         return 0
     name = names[0]
-    job = _job(server, here, name)
-    pods = _pods(server, here, name)
+    job = _get_job(server, here, name)
+    pods = _list_pods(server, here, name)
     about = f"involvedObject.kind={KIND},involvedObject.name={name}"
     events = server.list(core_path(here, "events"), fieldSelector=about)
     report: dict[str, Any] = {"job": job, "pods": pods, "events": events}
-    print(json.dumps(report, indent=2) if "--json" in args else describe(**report))
+    print(json.dumps(report, indent=2) if "--json" in args else describe_job(**report))
     return 0
 
 
@@ -180,17 +181,17 @@ def _job_row(job: Json) -> tuple[str, ...]:
     return (job["metadata"]["name"], phase, nodes, str(wanted), *others)
 
 
-def describe(job: Json, pods: Sequence[Json], events: Sequence[Json]) -> str:
+def describe_job(job: Json, pods: Sequence[Json], events: Sequence[Json]) -> str:
     state: Json = job.get("status") or {}
-    lines = [table([_job_row(job)], JOB_COLUMNS)]
+    lines = [format_table([_job_row(job)], JOB_COLUMNS)]
     conditions = [c for c in state.get("conditions", ()) if c["status"] == "True"]
     lines += [f"{c['type']} since {c['lastTransitionTime']}: {c.get('message', '')}" for c in conditions]
     if failure := state.get("lastFailure"):
         lines.append(f"last failure: {failure}")
-    lines += ["", table([_pod_row(pod) for pod in pods], POD_COLUMNS)]
+    lines += ["", format_table([_pod_row(pod) for pod in pods], POD_COLUMNS)]
     if events:
         latest = sorted(events, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime")))[-10:]
-        lines += ["", table([_event_row(event) for event in latest], EVENT_COLUMNS)]
+        lines += ["", format_table([_cluster_event_row(event) for event in latest], EVENT_COLUMNS)]
     return "\n".join(lines)
 
 
@@ -204,12 +205,12 @@ def _pod_row(pod: Json) -> tuple[str, ...]:
     return pod["metadata"]["name"], str(state.get("phase", "-")), ready, where, str(why)
 
 
-def _event_row(event: Json) -> tuple[str, ...]:
+def _cluster_event_row(event: Json) -> tuple[str, ...]:
     when = event.get("lastTimestamp") or event.get("eventTime") or ""
     return str(when), str(event.get("reason")), str(event.get("count") or 1), str(event.get("message", ""))
 
 
-def _pods(server: Cluster, namespace: str, name: str) -> list[dict[str, Any]]:
+def _list_pods(server: Cluster, namespace: str, name: str) -> list[dict[str, Any]]:
     """The job's pods, ordered by slot."""
     found = server.list(core_path(namespace, "pods"), labelSelector=f"{JOB}={name}")
     return sorted(found, key=lambda pod: int(pod["metadata"]["labels"].get(SLOT, -1)))
@@ -222,17 +223,17 @@ def logs(args: ParsedArguments, names: Sequence[str]) -> int:
     here, server = _connect(args)
     context = args.text("--context") or None
     followed: dict[str, threading.Thread] = {}
-    job = _job(server, here, name)
+    job = _get_job(server, here, name)
     while True:
-        for pod in _pods(server, here, name):
+        for pod in _list_pods(server, here, name):
             uid, is_wanted = pod["metadata"]["uid"], slot is None or pod["metadata"]["labels"].get(SLOT) == str(slot)
-            if is_wanted and uid not in followed and _has_started(pod):
-                followed[uid] = threading.Thread(target=_show, args=(context, pod, tail, follow), daemon=True)
+            if is_wanted and uid not in followed and _has_log(pod):
+                followed[uid] = threading.Thread(target=_print_pod_log, args=(context, pod, tail, follow), daemon=True)
                 followed[uid].start()
         if not follow or (job.get("status") or {}).get("phase") in FINAL_PHASES:
             break
         time.sleep(POLL_INTERVAL_S)
-        job = _job(server, here, name)
+        job = _get_job(server, here, name)
     if not followed:
         which = f"no pod of slot {slot}" if slot is not None else "no pod"
         raise RipstopError(f"{which} of {here}/{name} has written output yet; see `ripstop kube status {name}`")
@@ -241,12 +242,12 @@ def logs(args: ParsedArguments, names: Sequence[str]) -> int:
     return 0
 
 
-def _has_started(pod: Json) -> bool:
+def _has_log(pod: Json) -> bool:
     first: Json = next(iter((pod.get("status") or {}).get("containerStatuses") or ()), {})
     return not (first.get("state") or {"waiting": {}}).keys() & {"waiting"}
 
 
-def _show(context: str | None, pod: Json, tail: int, follow: bool) -> None:
+def _print_pod_log(context: str | None, pod: Json, tail: int, follow: bool) -> None:
     """A line is one write, so lines of several pods are not mixed."""
     name, where = pod["metadata"]["name"], pod["metadata"]["namespace"]
     try:
@@ -267,8 +268,8 @@ def stacks(args: ParsedArguments, names: Sequence[str]) -> int:
     """Run `ripstop stacks` in a pod, which has the coordinator's address and the job's secret."""
     name, ranks = names[0], [str(integer("RANK", rank, minimum=0, maximum=2**31)) for rank in names[1:]]
     here, server = _connect(args)
-    _job(server, here, name)
-    running = [pod for pod in _pods(server, here, name) if (pod.get("status") or {}).get("phase") == "Running"]
+    _get_job(server, here, name)
+    running = [pod for pod in _list_pods(server, here, name) if (pod.get("status") or {}).get("phase") == "Running"]
     if not running:
         raise RipstopError(f"no pod of {here}/{name} is running; see `ripstop kube status {name}`")
     pod = running[0]
@@ -298,15 +299,15 @@ def install(args: ParsedArguments, _: Sequence[str]) -> int:
     if "--dry-run" in args:
         print(to_yaml(deploy.objects(image, home)), end="")
         return 0
-    _require("kubernetes")
+    _require_packages("kubernetes")
     server = Cluster(args.text("--context") or None)
     for item in deploy.objects(image, home, rules=supports_rules(server.get("/version"))):
         kind, name = item["kind"], item["metadata"]["name"]
         try:
-            server.create(_path(item), item)
+            server.create(_collection_path(item), item)
             print(f"{kind} {name} created")
         except Conflict:
-            server.patch(f"{_path(item)}/{name}", item)
+            server.patch(f"{_collection_path(item)}/{name}", item)
             print(f"{kind} {name} updated")
     if timeout:
         await_operator(server, item, timeout)
@@ -318,7 +319,7 @@ def await_operator(server: Cluster, deployment: Json, timeout: float) -> None:
     home, name = deployment["metadata"]["namespace"], deployment["metadata"]["name"]
     selector = ",".join(f"{key}={value}" for key, value in deployment["spec"]["selector"]["matchLabels"].items())
     deadline, printed = time.monotonic() + timeout, ""
-    while not is_rolled_out(current := server.get(f"{_path(deployment)}/{name}")):
+    while not is_rolled_out(current := server.get(f"{_collection_path(deployment)}/{name}")):
         pods = server.list(core_path(home, "pods"), labelSelector=selector)
         why = next(filter(None, map(waiting_reason, pods)), "its pod is not ready yet")
         if why != printed:
@@ -352,7 +353,7 @@ def waiting_reason(pod: Json) -> str:
 
 
 def operate(args: ParsedArguments, _: Sequence[str]) -> int:
-    _require("kubernetes", "kopf")
+    _require_packages("kubernetes", "kopf")
     from ripstop.kubernetes.job_poller import JobApi
     from ripstop.kubernetes.operator import run_operator
     from ripstop.protocol.secret import api_token
@@ -366,7 +367,7 @@ def operate(args: ParsedArguments, _: Sequence[str]) -> int:
     return 0
 
 
-def _path(item: Json) -> str:
+def _collection_path(item: Json) -> str:
     """The API path of objects of this kind."""
     version, kind = item["apiVersion"], item["kind"]
     root = f"/api/{version}" if "/" not in version else f"/apis/{version}"

@@ -64,12 +64,12 @@ SET_BY_OPERATOR = frozenset({"target", "coordinator_port"})
 QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
 
 
-def parse_arguments(argv: Sequence[str], more: Sequence[Flag] = ()) -> ParsedArguments:
+def parse_kube_arguments(argv: Sequence[str], more: Sequence[Flag] = ()) -> ParsedArguments:
     """Parse the command line, without this shell's variables: pods do not have them."""
     return parse((*OWN_FLAGS, *more, HELP_FLAG, *(flag for flag in RUN_FLAGS if flag.name != "--help")), argv, {})
 
 
-def objects(args: ParsedArguments, token: str) -> list[dict[str, Any]]:
+def job_objects(args: ParsedArguments, token: str) -> list[dict[str, Any]]:
     """The objects to create; `token` is the secret of a job that names no Secret."""
     if not args.program or not args.program[0]:
         raise UsageError("no script; write it after the flags: … --image=IMAGE train.py")
@@ -102,7 +102,7 @@ def _spec(args: ParsedArguments) -> dict[str, Any]:
     fields["replicas"] = _whole(args, "--replicas", least, most, default=most)
     if "--spares" in args:
         fields["spares"] = _whole(args, "--spares", 0, 1000)
-    fields["nprocPerNode"] = _workers(args)
+    fields["nprocPerNode"] = _workers_per_pod(args)
     fields["maxRestarts"] = _whole(args, "--max-restarts", 0, MAX_RESTARTS, default=0)
     if "--restart-window" in args:
         duration("--restart-window", args.text("--restart-window"))
@@ -115,7 +115,7 @@ def _spec(args: ParsedArguments) -> dict[str, Any]:
         fields["standbyUntil"] = args.text("--standby-until")
     if "--secret-name" in args:
         fields["secretName"] = args.text("--secret-name")
-    if rendezvous := _rendezvous(args):
+    if rendezvous := _rendezvous_spec(args):
         fields["rendezvous"] = rendezvous
     fields["template"] = {"spec": _pod(args)}
     return fields
@@ -125,7 +125,7 @@ def _whole(args: ParsedArguments, flag: str, least: int, most: int, default: int
     return integer(flag, args.text(flag, str(default)), minimum=least, maximum=most)
 
 
-def _workers(args: ParsedArguments) -> str:
+def _workers_per_pod(args: ParsedArguments) -> str:
     if "--nproc-per-node" not in args:
         return str(_whole(args, "--gpus", 1, MAX_SLOTS, default=1))
     text = args.text("--nproc-per-node")
@@ -136,7 +136,7 @@ def _workers(args: ParsedArguments) -> str:
     return text
 
 
-def _rendezvous(args: ParsedArguments) -> dict[str, Any]:
+def _rendezvous_spec(args: ParsedArguments) -> dict[str, Any]:
     found: dict[str, Any] = {}
     backend, endpoint = args.text("--rdzv-backend", "c10d"), args.text("--rdzv-endpoint")
     if backend not in ("c10d", "etcd"):
@@ -170,7 +170,7 @@ def _pod(args: ParsedArguments) -> dict[str, Any]:
     trainer: dict[str, Any] = {
         "name": "trainer",
         "image": args.text("--image"),
-        "command": ["ripstop", "run", *_passed_on(args), *args.program_words()],
+        "command": ["ripstop", "run", *_pod_command_flags(args), *args.program_words()],
     }
     if variables := key_values("--env", args.text("--env")):
         trainer["env"] = [{"name": name, "value": value} for name, value in variables.items()]
@@ -184,7 +184,7 @@ def _pod(args: ParsedArguments) -> dict[str, Any]:
     return pod
 
 
-def _passed_on(args: ParsedArguments) -> list[str]:
+def _pod_command_flags(args: ParsedArguments) -> list[str]:
     """The flags that go into the pod's command."""
     ours = {flag.name for flag in OWN_FLAGS} | {*SPEC_FLAGS}
     flags = [flag for flag in RUN_FLAGS if flag.name in args and flag.name not in ours]

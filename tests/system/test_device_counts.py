@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.cli.options import devices
+from ripstop.system import gpus
+from ripstop.system.linux import usable_cpu_count
 
 
 @pytest.mark.parametrize(
@@ -30,20 +31,20 @@ from ripstop.cli.options import devices
     ],
 )
 def test_devices_are_counted_up_to_the_first_invalid_one(choice: str | None, installed: int | None, count: int) -> None:
-    assert devices.count_visible(choice, installed) == count
+    assert gpus.count_visible_gpus(choice, installed) == count
 
 
 def test_cpus_are_those_this_process_may_use() -> None:
-    assert devices.cpus() == len(os.sched_getaffinity(0))
+    assert usable_cpu_count() == len(os.sched_getaffinity(0))
 
 
 def test_the_driver_is_read_before_its_tool_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / name).mkdir()
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(devices, "PROC_GPUS", tmp_path)
-    assert devices.gpus({}) == 2
-    assert devices.gpus({"CUDA_VISIBLE_DEVICES": "1"}) == 1
+    monkeypatch.setattr(gpus, "PROC_GPUS", tmp_path)
+    assert gpus.visible_gpu_count({}) == 2
+    assert gpus.visible_gpu_count({"CUDA_VISIBLE_DEVICES": "1"}) == 1
 
 
 def test_the_drivers_tool_is_run_if_there_is_no_other_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,8 +52,8 @@ def test_the_drivers_tool_is_run_if_there_is_no_other_source(tmp_path: Path, mon
     tool.write_text("#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-aa)'\necho 'GPU 1: H200 (UUID: GPU-bb)'\n")
     tool.chmod(0o755)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(devices, "PROC_GPUS", tmp_path / "nothing")
+    monkeypatch.setattr(gpus, "PROC_GPUS", tmp_path / "nothing")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert devices.gpus({}) == 2
+    assert gpus.visible_gpu_count({}) == 2
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    assert devices.gpus({}) == 0
+    assert gpus.visible_gpu_count({}) == 0
