@@ -28,13 +28,13 @@ def main(argv: list[str]) -> int:
             print(USAGE, end="")
             return 0 if argv else 2
         case ["--environment"]:
-            for name, value in _environment().items():
+            for name, value in _compat_environment().items():
                 print(f"export {name}={shlex.quote(value)}")
             return 0
         case ["-m"]:
             return _usage_error("-m needs a module's name; write -m MODULE")
         case ["-m", module, *args]:
-            _prepare()
+            _install_compat()
             sys.argv = [module, *args]
             sys.path[0] = str(Path.cwd())
             runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -47,19 +47,19 @@ def main(argv: list[str]) -> int:
         return _usage_error(f"{name}: no such file here, and no such program on PATH; give the path of a Python script")
     if not _is_python(Path(path)):
         return _usage_error(f"{path}: not a Python program; set the variables of --environment and run it as it is")
-    _prepare()
+    _install_compat()
     sys.argv = [path, *args]
     sys.path[0] = str(Path(path).resolve().parent)
     runpy.run_path(path, run_name="__main__")
     return 0
 
 
-def _prepare() -> None:
-    os.environ.update(_environment())
+def _install_compat() -> None:
+    os.environ.update(_compat_environment())
     install()
 
 
-def _environment() -> dict[str, str]:
+def _compat_environment() -> dict[str, str]:
     others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != str(SITE)]
     return {"RIPSTOP_COMPAT": "1", "PYTHONPATH": os.pathsep.join([str(SITE), *others])}
 
@@ -71,11 +71,8 @@ def _is_python(path: Path) -> bool:
         return True
     if first.startswith(b"#!/bin/sh") and second.startswith(b"'''exec'"):  # pip writes this for long paths
         first = b"#!" + second
-    return first.startswith(b"#!") and any(_name(part).startswith(b"python") for part in first[2:].split())
-
-
-def _name(part: bytes) -> bytes:
-    return part.strip(b"'\"").rpartition(b"/")[2]
+    names = (part.strip(b"'\"").rpartition(b"/")[2] for part in first[2:].split())
+    return first.startswith(b"#!") and any(name.startswith(b"python") for name in names)
 
 
 def _usage_error(why: str) -> int:

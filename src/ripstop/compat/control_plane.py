@@ -46,9 +46,9 @@ def _worker_server(path: str | None) -> Iterator[None]:
     from torch._C._distributed_c10d import _WorkerServer
 
     try:
-        _remove_stale_socket(Path(path))
+        _remove_stale_worker_server_socket(Path(path))
         server = _WorkerServer(path)
-        _wait_until_ready(path)
+        _wait_for_worker_server(path)
     except (OSError, RuntimeError) as error:
         sys.stderr.write(f"ripstop: no worker server at {TORCH_WORKER_SERVER_SOCKET}={path}: {error}\n")
         yield
@@ -61,7 +61,7 @@ def _worker_server(path: str | None) -> Iterator[None]:
             Path(path).unlink()
 
 
-def _wait_until_ready(path: str) -> None:
+def _wait_for_worker_server(path: str) -> None:
     """Wait until the server answers (3)."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(START_TIMEOUT_S)
@@ -70,7 +70,7 @@ def _wait_until_ready(path: str) -> None:
         probe.recv(1)
 
 
-def _remove_stale_socket(path: Path) -> None:
+def _remove_stale_worker_server_socket(path: Path) -> None:
     """Remove a socket that no process listens on; anything else stays."""
     if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
         return

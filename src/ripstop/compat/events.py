@@ -39,7 +39,7 @@ class EventSource(str, Enum):  # noqa: UP042 - torch's is a str and an Enum, and
     WORKER = "WORKER"
 
 
-class _Serialized:
+class _SerializedEvent:
     """A dataclass whose text is JSON."""
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class _Serialized:
 
 
 @dataclass
-class Event(_Serialized):
+class Event(_SerializedEvent):
     """One event; `timestamp` is in milliseconds."""
 
     name: str
@@ -76,7 +76,7 @@ class NodeState(str, Enum):  # noqa: UP042
 
 
 @dataclass
-class RdzvEvent(_Serialized):
+class RdzvEvent(_SerializedEvent):
     """A step of a rendezvous on one node."""
 
     name: str

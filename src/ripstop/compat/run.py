@@ -111,8 +111,8 @@ def get_args_parser() -> argparse.ArgumentParser:
     option("-r", "--redirects", type=str, default="0", help="streams that go to files: 0, 1, 2, 3 or 0:1,1:2")
     option("-t", "--tee", type=str, default="0", help="streams that go to files and to the console")
     option("--local-ranks-filter", type=str, default="", help="local ranks whose output is shown: 0,1")
-    option("--duplicate-stdout-filters", type=_texts, default=[], help="lines of stdout to copy to a file: a,b")
-    option("--duplicate-stderr-filters", type=_texts, default=[], help="lines of stderr to copy to a file: a,b")
+    option("--duplicate-stdout-filters", type=_split_filters, default=[], help="lines of stdout to copy to a file: a,b")
+    option("--duplicate-stderr-filters", type=_split_filters, default=[], help="lines of stderr to copy to a file: a,b")
     option("--node-rank", type=int, default=0, help="this node's rank, for static")
     option("--master-addr", type=str, default="127.0.0.1", help="address of node 0, for static")
     option("--master-port", type=int, default=None, help=f"port on node 0, for static ({MASTER_PORT})")
@@ -129,7 +129,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _texts(text: str) -> list[str]:
+def _split_filters(text: str) -> list[str]:
     """`a,b`; a comma inside a text is written twice."""
     return [part.replace("\0", ",") for part in text.replace(",,", "\0").split(",")]
 

@@ -215,7 +215,7 @@ class TimerServer(_TimerThread):
             self._watchdog_thread = None
 
 
-def _send_signal(pid: int, signum: int, *, retry: bool = False) -> bool:
+def _send_timer_signal(pid: int, signum: int, *, retry: bool = False) -> bool:
     """Whether the process received the signal or has exited; a `retry` logs no error."""
     try:
         os.kill(pid, signum)
@@ -274,7 +274,7 @@ class LocalTimerServer(TimerServer):
         super().__init__(MultiprocessingRequestQueue(mp_queue), max_interval, daemon)
 
     def _reap_worker(self, worker_id: int) -> bool:
-        if _send_signal(worker_id, signal.SIGKILL, retry=worker_id in self._not_ended):
+        if _send_timer_signal(worker_id, signal.SIGKILL, retry=worker_id in self._not_ended):
             return True
         now = time.time()
         for request in self._timers.expired(now).get(worker_id, ()):
@@ -324,7 +324,7 @@ class FileTimerClient(TimerClient):
             raise RuntimeError(f"a timer request is shorter than {select.PIPE_BUF} bytes, not {len(text)}: {text}")
         fd = self._open()
         try:
-            _poll(CONNECT_ATTEMPTS * RETRY_PAUSE_S, (fd, select.POLLOUT))  # until there is room in the pipe
+            _poll_timer_pipe(CONNECT_ATTEMPTS * RETRY_PAUSE_S, (fd, select.POLLOUT))  # until there is room in the pipe
             os.write(fd, f"{text}\n".encode())
         except OSError as error:
             raise BrokenPipeError(f"{self._file_path}: the timer server does not read: {error.strerror}") from error
@@ -420,7 +420,7 @@ class FileTimerServer(_TimerThread):
         return self._last_progress_time if self._has_had_client else int(time.time())
 
     def _run_watchdog(self) -> None:
-        _poll(self._wait_seconds(), (self._pipe.fileno(), select.POLLIN), (self._wake_reader, select.POLLIN))
+        _poll_timer_pipe(self._wait_seconds(), (self._pipe.fileno(), select.POLLIN), (self._wake_reader, select.POLLIN))
         received = self._pipe.requests()
         self._has_had_client |= bool(received)
         self.register_timers([FileTimerRequest(one.pid, one.scope, one.expires, one.signal) for one in received])
@@ -437,7 +437,7 @@ class FileTimerServer(_TimerThread):
         for timer in timers:
             self._call_log_event("timer expired", timer)
             if timer.signal > 0:
-                if _send_signal(pid, timer.signal):
+                if _send_timer_signal(pid, timer.signal):
                     self._call_log_event("kill worker process", timer)
                 return
         log.info("timers of pid %d expired, and none of them has a signal", pid)
@@ -450,7 +450,7 @@ class FileTimerServer(_TimerThread):
                 log.exception("log_event failed at %r; the timers continue", name)
 
 
-def _poll(timeout: float, *events: tuple[int, int]) -> None:
+def _poll_timer_pipe(timeout: float, *events: tuple[int, int]) -> None:
     poll = select.poll()  # select() is limited to the first 1,024 descriptors
     for fd, mask in events:
         poll.register(fd, mask)

@@ -1,14 +1,23 @@
-"""File descriptors that the agent keeps for a recovery, which needs a few: for the files of /proc, pidfds and pipes."""
+"""The open file descriptors, and those that the agent keeps for a recovery.
+
+A recovery needs a few: for the files of /proc, pidfds and pipes.
+"""
 
 import errno
 import logging
 import os
 import resource
+from pathlib import Path
 
 log = logging.getLogger("ripstop.system")
 
 RESERVED_DESCRIPTORS = 16
 MIN_FREE_DESCRIPTORS = 4  # with fewer, a recovery needs the reserve
+
+
+def open_descriptors() -> frozenset[int]:
+    """Those of this process."""
+    return frozenset(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
 
 
 class DescriptorReserve:

@@ -1,4 +1,4 @@
-"""TCP sockets, their options, and error texts for connections to other machines."""
+"""TCP sockets, their options, error texts for connections to other machines, and this machine's addresses."""
 
 import os
 import socket
@@ -22,6 +22,26 @@ def set_acknowledgement_timeout(connection: socket.socket, timeout_s: float) -> 
     The kernel of a suspended process acknowledges data until its buffer is full.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * timeout_s))
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether this is a name or an address of this machine, which means that it can be bound."""
+    if host in ("localhost", socket.gethostname()):
+        return True
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(_can_be_bound(family, where) for family, _, _, _, where in found)
+
+
+def _can_be_bound(family: int, where: tuple[object, ...]) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        try:
+            trial.bind(where)
+        except OSError:
+            return False
+    return True
 
 
 def describe_network_error(error: BaseException, timeout: float | None = None) -> str:

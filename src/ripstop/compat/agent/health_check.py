@@ -38,7 +38,7 @@ class HealthCheckServer:
         self._timeout = timeout
         self._server: ThreadingHTTPServer | None = None
         self._thread: threading.Thread | None = None
-        self.ready_callback: Callable[[], bool] = _always_ready
+        self.ready_callback: Callable[[], bool] = lambda: True
 
     @property
     def port(self) -> int:
@@ -70,7 +70,7 @@ class HealthCheckServer:
         self._thread.join()
         server.server_close()
         self._thread = None
-        self.ready_callback = _always_ready
+        self.ready_callback = lambda: True
 
     def _serve(self, server: ThreadingHTTPServer) -> None:
         while self._server is server:
@@ -86,10 +86,6 @@ class HealthCheckServer:
         if path == "/ready" and not self.ready_callback():
             return 503, "no workers are running"
         return 200, "ok"
-
-
-def _always_ready() -> bool:
-    return True
 
 
 @cache

@@ -55,7 +55,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._log_line_prefix_template = log_line_prefix_template
         self._logs_specs = logs_specs
         self._health_check_server = health_check_server
-        self._uninterruptible_state_timeout = _uninterruptible_timeout(uninterruptible_state_timeout)
+        self._uninterruptible_state_timeout = _uninterruptible_state_timeout(uninterruptible_state_timeout)
         self._worker_watchdog: FileTimerServer | None = None
         self._uninterruptible_since: dict[int, float] = {}  # by pid
 
@@ -237,7 +237,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._send_event(event)
 
 
-def _uninterruptible_timeout(given: float | None) -> float:
+def _uninterruptible_state_timeout(given: float | None) -> float:
     """Seconds that a worker may be in uninterruptible sleep; 0 for no limit."""
     text = os.environ.get(TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT, "0") if given is None else given
     try:

@@ -198,7 +198,7 @@ class SimpleElasticAgent(ElasticAgent):
         size = spec.local_world_size
         if os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1":
             first, total = group_rank * size, group_world_size * size
-            return _workers(size, first, total, first, total)
+            return _workers_of_group(size, first, total, first, total)
         mine = {"role": spec.role, "rank": group_rank, "local_world_size": size}
         store.set(f"{_ROLE_INFO}{group_rank}", json.dumps(mine).encode())
         if group_rank == 0:
@@ -206,7 +206,7 @@ class SimpleElasticAgent(ElasticAgent):
             firsts = _first_ranks([json.loads(info) for info in infos])
             keys = [f"{_ASSIGNED_RANKS}{rank}" for rank in range(group_world_size)]
             store.multi_set(keys, [json.dumps(first) for first in firsts])
-        return _workers(size, *json.loads(store.get(f"{_ASSIGNED_RANKS}{group_rank}")))
+        return _workers_of_group(size, *json.loads(store.get(f"{_ASSIGNED_RANKS}{group_rank}")))
 
     def _exit_barrier(self) -> None:
         """Wait for the other nodes' workers to finish, so that an early exit is not taken for a lost node."""
@@ -323,5 +323,5 @@ def _first_ranks(infos: list[dict[str, Any]]) -> list[tuple[int, int, int, int]]
     return [(place.first_rank, place.world_size, place.role_first_rank, place.role_size) for place in places]
 
 
-def _workers(size: int, first: int, total: int, first_in_role: int, of_role: int) -> list[Worker]:
+def _workers_of_group(size: int, first: int, total: int, first_in_role: int, of_role: int) -> list[Worker]:
     return [Worker(rank, first + rank, first_in_role + rank, total, of_role) for rank in range(size)]

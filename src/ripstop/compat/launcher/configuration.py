@@ -96,7 +96,7 @@ def run_config(config: LaunchConfig, entrypoint: Callable[..., Any] | str, args:
         except UsageError as other:  # the binding was not the cause
             raise ValueError(str(other)) from None
         log.warning("workers are not bound: %s", error)
-    entry = _entry("-", ()) if callable(entrypoint) else _entry(entrypoint, args)
+    entry = _config_entry("-", ()) if callable(entrypoint) else _config_entry(entrypoint, args)
     start = StartMethod.EXEC if isinstance(entry, Executable) else StartMethod.ZYGOTE
     standby = _standby(config, entry, start, "a function is not" if callable(entrypoint) else "")
     return replace(run, entry=entry, start=start, standby=standby, role=config.role)  # torch allows the role ""
@@ -173,8 +173,8 @@ def _log_flags(config: LaunchConfig) -> dict[str, str | None]:
     specs = config.logs_specs
     assert specs is not None, "__post_init__ sets it"
     flags: dict[str, str | None] = {
-        "duplicate-stdout-filters": _texts(config.duplicate_stdout_filters),
-        "duplicate-stderr-filters": _texts(config.duplicate_stderr_filters),
+        "duplicate-stdout-filters": _joined_filters(config.duplicate_stdout_filters),
+        "duplicate-stderr-filters": _joined_filters(config.duplicate_stderr_filters),
     }
     if is_custom(specs):
         return flags | {"tee": "3"}  # `reify` decides; without this flag there would be a warning that nothing is teed
@@ -184,7 +184,7 @@ def _log_flags(config: LaunchConfig) -> dict[str, str | None]:
     return flags | {"log-dir": specs._root_log_dir or None, "local-ranks-filter": ranks or None}
 
 
-def _texts(filters: list[str] | None) -> str | None:
+def _joined_filters(filters: list[str] | None) -> str | None:
     """A comma inside a text is written twice."""
     return ",".join(text.replace(",", ",,") for text in filters) if filters else None
 
@@ -195,7 +195,7 @@ def _streams(choice: Any) -> str:
     return str(int(choice))
 
 
-def _entry(entrypoint: str, args: Sequence[Any]) -> Entrypoint:
+def _config_entry(entrypoint: str, args: Sequence[Any]) -> Entrypoint:
     """A command.  This interpreter with a script or a module, as torchrun builds it, starts as a script or module."""
     texts = [str(arg) for arg in args]
     match [entrypoint, *texts]:

@@ -273,7 +273,7 @@ class HandlerLink:
         problem = ""
         try:
             if report_done:
-                await self._calls.run(lambda: _report_done(current))
+                await self._calls.run(lambda: _report_done_in_store(current))
             if await self._calls.run(self._handler.num_nodes_waiting) > 0:
                 end = NextRound("another node waits")
             elif done and await self._calls.run(lambda: current.store.check([_ALL_DONE])):
@@ -334,12 +334,12 @@ def agree(info: Any, mine: Join, why: str) -> Place:
     store.set(f"{_NODE}{rank}", codec.encode(mine))
     if rank == 0:
         joins = [codec.decode(store.get(f"{_NODE}{each}").decode(), (Join,)) for each in range(info.world_size)]
-        for each, place in enumerate(_places(joins)):
+        for each, place in enumerate(_agreed_places(joins)):
             store.set(f"{_PLACE}{each}", codec.encode(Assign(place, why)))
     return codec.decode(store.get(f"{_PLACE}{rank}").decode(), (Assign,)).place
 
 
-def _places(joins: list[Join]) -> list[Place]:
+def _agreed_places(joins: list[Join]) -> list[Place]:
     host = joins[0]
     assert host.ready is not None, "set before the rendezvous"
     return ranks.places(
@@ -350,7 +350,7 @@ def _places(joins: list[Join]) -> list[Place]:
     )
 
 
-def _report_done(current: Rendezvous) -> None:
+def _report_done_in_store(current: Rendezvous) -> None:
     if current.store.add(_DONE, 1) == current.place.group_size:
         current.store.set(_ALL_DONE, "1")
 
@@ -415,9 +415,9 @@ def link_to_handler(config: RunConfig, conf: Mapping[str, Any]) -> HandlerLink:
 
 def main() -> int:
     """`ripstop run` with a handler."""
-    return cli.main(["run", *sys.argv[1:]], with_handler=_run)
+    return cli.main(["run", *sys.argv[1:]], with_handler=_run_with_handler)
 
 
-def _run(config: RunConfig) -> int:
+def _run_with_handler(config: RunConfig) -> int:
     assert config.handler is not None, "the configuration names a handler"
     return launch.run(config, link_to_handler(config, dict(config.handler.conf)))

@@ -29,13 +29,15 @@ from ripstop.compat.launcher.custom_logs import CustomLogs, is_custom
 from ripstop.compat.launcher.event_thread import EventThread
 from ripstop.compat.launcher.handler_link import link_to_handler
 from ripstop.compat.launcher.spawners import CommandSpawner, FunctionSpawner
-from ripstop.compat.multiprocessing.function_worker import Inherited, open_descriptors
+from ripstop.compat.multiprocessing.function_worker import Inherited
+from ripstop.compat.multiprocessing.logs_specs import is_created_by_logs_specs
 from ripstop.compat.utils import macros
 from ripstop.logs.console import Console
 from ripstop.logs.directory import LogDirectory
 from ripstop.model.config import RunConfig
 from ripstop.model.errors import UsageError
 from ripstop.model.round import Outcome
+from ripstop.system.descriptors import open_descriptors
 from ripstop.telemetry.torch_handler import torch_sink
 from ripstop.workers.processes import Children
 
@@ -65,7 +67,7 @@ def run_engine(
         with ExitStack() as parts:
             parts.callback(children.close)
             parts.callback(spawner.close)
-            directory = LogDirectory(run.logs, run.run_id, made_up=_is_temporary(run.logs.directory))
+            directory = LogDirectory(run.logs, run.run_id, made_up=is_created_by_logs_specs(run.logs.directory))
             if server is not None:
                 server.ready_callback = lambda: spawner.has_started
             if (bound := launch.bind_endpoint(run)) is not None:
@@ -77,12 +79,12 @@ def run_engine(
                 sinks.append(torch_sink(run, name, events.put))
             source = CustomLogs(config.logs_specs, run.logs, run.role) if is_custom(config.logs_specs) else None
             link = link_to_handler(run, config.rdzv_configs) if run.handler is not None else None
-            console = Console(_output_objects())
+            console = Console(_program_output_objects())
             part = partial(
                 launch.run_agent, run, directory, spawner, environ, bound, source, sinks, link, console=console
             )
             if _is_in_event_loop():
-                end = _run_in_thread(part)
+                end = _run_engine_in_thread(part)
             else:
                 with _signals_restored(handled):
                     end = asyncio.run(part())
@@ -96,16 +98,7 @@ def run_engine(
         shutil.rmtree(results, ignore_errors=True)
 
 
-def _is_temporary(directory: Path | None) -> bool:
-    """Whether `DefaultLogsSpecs` created this directory because the program named none."""
-    return (
-        directory is not None
-        and directory.name.startswith("torchelastic_")
-        and directory.parent == Path(tempfile.gettempdir())
-    )
-
-
-def _output_objects() -> dict[int, TextIO | None]:
+def _program_output_objects() -> dict[int, TextIO | None]:
     """Objects that replace the program's stdout and stderr, by descriptor: torch shows workers' output there.
 
     If there is none, the descriptors are faster, and no lock of a file is held while workers are forked.
@@ -135,7 +128,7 @@ def _is_in_event_loop() -> bool:
     return True
 
 
-def _run_in_thread(part: Callable[[], Any]) -> ExitAgent:
+def _run_engine_in_thread(part: Callable[[], Any]) -> ExitAgent:
     """An exception in the waiting thread, such as Ctrl-C, cancels the engine first."""
     tasks: list[asyncio.Task[Any]] = []
     outcomes: list[ExitAgent | BaseException] = []

@@ -21,7 +21,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ripstop.compat.multiprocessing.function_worker import Inherited, Task, stand_alone, start_process, work
+from ripstop.compat.multiprocessing.function_worker import (
+    Inherited,
+    Task,
+    set_up_function_worker,
+    start_function_worker,
+    work,
+)
 from ripstop.compat.multiprocessing.numa_binding import Bind
 from ripstop.compat.utils import macros
 from ripstop.model.config import Executable, Module, RunConfig, Script, StartMethod
@@ -92,10 +98,27 @@ class FunctionSpawner:
         self._stores: Spawner | None = None
         if method == "fork":
             return
-        check_pickles(function, args)
+        self._check_pickles()
         # The store needs torch.  Workers that import torch take as long as this does; a fork has it already.
         preload = ("torch",) if "torch" in sys.modules else ()
         self._stores = Spawner(children, Executable(()), environ, StartMethod.ZYGOTE, preload)
+
+    def _check_pickles(self) -> None:
+        """Raise now the error that multiprocessing would raise when the first worker starts (rule 4)."""
+        context.set_spawning_popen(_SpawnerPopen())  # type: ignore[arg-type]  # queues and locks need it to be pickled
+        try:
+            for what, thing in (("the function", self._function), ("an argument of the function", self._args)):
+                try:
+                    with Path(os.devnull).open("wb") as null:
+                        reduction.ForkingPickler(null).dump(thing)
+                except Exception as error:
+                    name = str(getattr(thing, "__qualname__", thing))[:200]
+                    raise pickle.PicklingError(
+                        f"{what} {name} must be sent to new processes, and cannot be pickled: {error}; "
+                        "use a function at the top of a module, or start_method='fork'."
+                    ) from error
+        finally:
+            context.set_spawning_popen(None)
 
     async def wait_ready(self) -> PreloadResult:
         return PreloadResult(StartMethod.EXEC, (), f"a function, started by multiprocessing's {self._method}", 0.0)
@@ -138,7 +161,7 @@ class FunctionSpawner:
             for local_rank, spec in enumerate(specs):
                 match spec.entry:
                     case ServeStore(fd=fd, host=host, port=port):
-                        pids.append(self._start_process(_serve, (host, port, fd, self._inherited)))
+                        pids.append(self._start_process(_serve_forked_store, (host, port, fd, self._inherited)))
                     case _:
                         rank = int(spec.env["RANK"])
                         files[rank] = self._results / f"{self._rounds}.{rank}"
@@ -164,31 +187,13 @@ class FunctionSpawner:
         )
 
     def _start_process(self, target: Callable[..., None], args: tuple[Any, ...]) -> int:
-        worker = start_process(self._context, target, args, self._inherited)
+        worker = start_function_worker(self._context, target, args, self._inherited)
         process._children.discard(worker)  # type: ignore[attr-defined]  # the engine reaps it, not multiprocessing
         self.children.claim(worker.pid, (lambda: _exit_code(worker)) if self._method == "forkserver" else None)
         return int(worker.pid)
 
 
-def check_pickles(function: Callable[..., Any], args: Sequence[tuple[Any, ...]]) -> None:
-    """Raise now the error that multiprocessing would raise when the first worker starts (rule 4)."""
-    context.set_spawning_popen(_Popen())  # type: ignore[arg-type]  # queues and locks need it to be pickled
-    try:
-        for what, thing in (("the function", function), ("an argument of the function", args)):
-            try:
-                with Path(os.devnull).open("wb") as null:
-                    reduction.ForkingPickler(null).dump(thing)
-            except Exception as error:
-                name = str(getattr(thing, "__qualname__", thing))[:200]
-                raise pickle.PicklingError(
-                    f"{what} {name} must be sent to new processes, and cannot be pickled: {error}; "
-                    "use a function at the top of a module, or start_method='fork'."
-                ) from error
-    finally:
-        context.set_spawning_popen(None)
-
-
-class _Popen:
+class _SpawnerPopen:
     """The part of a starting process that pickling uses."""
 
     def duplicate_for_child(self, fd: int) -> int:
@@ -202,6 +207,6 @@ def _exit_code(worker: Any) -> int:
     return int(worker.exitcode)
 
 
-def _serve(host: str, port: int, fd: int, inherited: Inherited | None) -> None:
-    stand_alone(os.getppid(), inherited, keep=fd)
+def _serve_forked_store(host: str, port: int, fd: int, inherited: Inherited | None) -> None:
+    set_up_function_worker(os.getppid(), inherited, keep=fd)
     serve(host, port, fd)

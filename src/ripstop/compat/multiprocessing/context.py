@@ -26,7 +26,11 @@ from typing import Any, TextIO
 
 from ripstop.compat.multiprocessing.errors import ProcessFailure
 from ripstop.compat.multiprocessing.logs_specs import LogsSpecs
-from ripstop.compat.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler, signal_group
+from ripstop.compat.multiprocessing.subprocess_handler import (
+    SubprocessHandler,
+    get_subprocess_handler,
+    signal_subprocess,
+)
 from ripstop.compat.multiprocessing.tail_log import TailLog
 
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
@@ -107,12 +111,12 @@ class PContext(abc.ABC):
         ):
             self._tail_logs.append(tail(files, console))
             if filtered is not None and words:
-                self._tail_logs.append(tail(files, filtered, log_line_filter=partial(_has_any, words)))
+                self._tail_logs.append(tail(files, filtered, log_line_filter=partial(_matches_duplicate_filter, words)))
 
     def start(self) -> None:
         """Start the processes; in the main thread, also make the signals that end a process raise exceptions."""
         if threading.current_thread() is threading.main_thread():
-            _handle_signals()
+            _turn_signals_into_exceptions()
         else:
             log.warning(
                 "workers are started in a thread that is not the main thread: signals to this process are not handled, "
@@ -168,11 +172,11 @@ def _open_filtered(path: str, words: list[str] | None) -> TextIO | None:
     return Path(path).open("w", encoding="utf-8", errors="replace", buffering=1) if words else None
 
 
-def _has_any(words: list[str], line: str) -> bool:
+def _matches_duplicate_filter(words: list[str], line: str) -> bool:
     return any(word in line for word in words)
 
 
-def _handle_signals() -> None:
+def _turn_signals_into_exceptions() -> None:
     for name in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", _SIGNALS).split(","):
         try:
             signal.signal(signal.Signals[name.strip()], raise_signal)
@@ -243,7 +247,7 @@ class SupervisedContext(PContext):
             if not wait([fd], 0):
                 continue
             returned = self._has_returned(rank)
-            if not returned or _has_failed(pids[rank]):
+            if not returned or self._has_failed(pids[rank]):
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(pids[rank], signal.SIGKILL)  # rule 2
             code = self._reap_worker(rank)
@@ -251,15 +255,24 @@ class SupervisedContext(PContext):
             if code or not returned:
                 self._failures[rank] = ProcessFailure(rank, pids[rank], code, self.error_files[rank])
 
+    @staticmethod
+    def _has_failed(pid: int) -> bool:
+        """Whether an exited worker failed; does not reap it."""
+        try:
+            end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        except ChildProcessError:
+            return False  # a child of the fork server, or reaped already
+        return end is not None and (end.si_code != os.CLD_EXITED or end.si_status != 0)
+
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
         self._reap_exited()
         pids = self.pids()
         for rank in self._exit_fds:
             log.warning("sending %s to process %s", death_sig.name, pids[rank])
-            signal_group(pids[rank], death_sig)
+            signal_subprocess(pids[rank], death_sig)
         for rank in self._running_after(timeout):
             log.warning("process %s is alive %s s after %s: sending SIGKILL", pids[rank], timeout, death_sig.name)
-            signal_group(pids[rank], signal.SIGKILL)
+            signal_subprocess(pids[rank], signal.SIGKILL)
         for rank in self._running_after(KILL_TIMEOUT_S):
             log.error(
                 "process %s is alive %s s after SIGKILL and is left behind; it hangs in the kernel (a GPU, a network "
@@ -286,15 +299,6 @@ class SupervisedContext(PContext):
             failure.pid,
             what,
         )
-
-
-def _has_failed(pid: int) -> bool:
-    """Whether an exited child failed; does not reap it."""
-    try:
-        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-    except ChildProcessError:
-        return False  # a child of the fork server, or reaped already
-    return end is not None and (end.si_code != os.CLD_EXITED or end.si_status != 0)
 
 
 class SubprocessContext(SupervisedContext):

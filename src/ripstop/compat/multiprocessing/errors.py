@@ -54,10 +54,10 @@ def read_error_file(path: str) -> tuple[dict[str, Any], float] | None:
         if not Path(path).is_file():
             return None
         return {"message": f"error file {path} cannot be read: {error.strerror}"}, time.time()
-    return _content(data, status.st_size), status.st_mtime
+    return _error_file_data(data, status.st_size), status.st_mtime
 
 
-def _content(data: bytes, size: int) -> dict[str, Any]:
+def _error_file_data(data: bytes, size: int) -> dict[str, Any]:
     if not data:
         return {"message": ""}
     try:
@@ -98,7 +98,7 @@ class ProcessFailure:
         else:
             self.error_file_data, self._at = found
             self.message = self.error_file_data["message"]
-            self.timestamp = _timestamp(self.error_file_data, self._at)
+            self.timestamp = _process_failure_timestamp(self.error_file_data, self._at)
         if not self.message:
             self._set_message_from_exit()
 
@@ -124,7 +124,7 @@ class ProcessFailure:
         return datetime.fromtimestamp(self.timestamp).isoformat(sep="_")
 
 
-def _timestamp(content: dict[str, Any], written: float) -> int:
+def _process_failure_timestamp(content: dict[str, Any], written: float) -> int:
     message = content["message"]
     extra = message.get("extraInfo") if isinstance(message, dict) else content
     try:
@@ -134,7 +134,7 @@ def _timestamp(content: dict[str, Any], written: float) -> int:
     return seconds if 0 <= seconds < 1 << 36 else int(written)  # the range of datetime
 
 
-def _moment(failure: ProcessFailure) -> float:
+def _process_failure_time(failure: ProcessFailure) -> float:
     """The time of the failure, with fractions of a second if both clocks agree."""
     at: float = getattr(failure, "_at", failure.timestamp)
     return at if 0 <= at - failure.timestamp < 2 else failure.timestamp
@@ -154,7 +154,7 @@ class ChildFailedError(Exception):
         return type(self), (self.name, self.failures)
 
     def get_first_failure(self) -> tuple[GlobalRank, ProcessFailure]:
-        rank = min(self.failures, key=lambda rank: _moment(self.failures[rank]))
+        rank = min(self.failures, key=lambda rank: _process_failure_time(self.failures[rank]))
         return rank, self.failures[rank]
 
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
@@ -162,10 +162,10 @@ class ChildFailedError(Exception):
         host = socket.getfqdn()  # once: the lookup may be slow
         first, _ = self.get_first_failure()
         title = f"{self.name} FAILED"
-        blocks = {
-            rank: f"[{index}]:\n" + "\n".join(f"  {label:<10}: {value}" for label, value in _facts(rank, failure, host))
-            for index, (rank, failure) in enumerate(self.failures.items())
-        }
+        blocks = {}
+        for index, (rank, failure) in enumerate(self.failures.items()):
+            facts = _process_failure_facts(rank, failure, host)
+            blocks[rank] = f"[{index}]:\n" + "\n".join(f"  {label:<10}: {value}" for label, value in facts)
         lines = [title, *(line for block in blocks.values() for line in block.split("\n"))]
         width = min(_MAX_RULE_WIDTH, max(len(line) for line in lines))
         others = [block for rank, block in blocks.items() if rank != first] or ["  <NO_OTHER_FAILURES>"]
@@ -173,17 +173,17 @@ class ChildFailedError(Exception):
         return "\n".join(("", edge, title, rule, "Failures:", *others, rule, _ROOT_CAUSE, blocks[first], edge))
 
 
-def _facts(rank: int, failure: ProcessFailure, host: str) -> Iterator[tuple[str, str]]:
+def _process_failure_facts(rank: int, failure: ProcessFailure, host: str) -> Iterator[tuple[str, str]]:
     name = failure.signal_name()
     yield "time", failure.timestamp_isoformat()
     yield "host", host
     yield "rank", f"{rank} (local_rank: {failure.local_rank})"
     yield "exitcode", f"{failure.exitcode} (pid: {failure.pid})" + (f" ({name})" if name != _NOT_AVAILABLE else "")
     yield "error_file", failure.error_file
-    yield "traceback", _traceback(failure.message)
+    yield "traceback", _process_failure_traceback(failure.message)
 
 
-def _traceback(message: Any) -> str:
+def _process_failure_traceback(message: Any) -> str:
     if not isinstance(message, dict):
         return str(message)
     extra = message.get("extraInfo")

@@ -21,7 +21,7 @@ from typing import Any
 
 from ripstop.compat.multiprocessing.context import RunProcsResult, SupervisedContext, raise_signal
 from ripstop.compat.multiprocessing.errors import ProcessFailure
-from ripstop.compat.multiprocessing.function_worker import Inherited, Task, start_process, work
+from ripstop.compat.multiprocessing.function_worker import Inherited, Task, start_function_worker, work
 from ripstop.compat.multiprocessing.logs_specs import LogsSpecs
 from ripstop.compat.multiprocessing.numa_binding import binding_of
 
@@ -69,15 +69,15 @@ class MultiprocessContext(SupervisedContext):
         ours, theirs = multiprocessing.Pipe(duplex=True)
         task = self._task(rank)
         try:
-            process = start_process(self._context, work, (task, theirs), task.inherited, f"{self.name}{rank}")
+            process = start_function_worker(self._context, work, (task, theirs), task.inherited, f"{self.name}{rank}")
         except BaseException as error:
             ours.close()
             if not isinstance(error, pickle.PicklingError | AttributeError | TypeError):
                 raise
             raise pickle.PicklingError(
                 f"start_method={self.start_method}: a worker's function and arguments must be picklable, and those of "
-                f"local rank {rank} ({_name(task.function)}) are not: {error}; use a function at the top of a module, "
-                "or start_method='fork'"
+                f"local rank {rank} ({_function_name(task.function)}) are not: {error}; use a function at the top of a "
+                "module, or start_method='fork'"
             ) from error
         finally:
             theirs.close()
@@ -134,7 +134,7 @@ class MultiprocessContext(SupervisedContext):
         values: dict[int, Any] = {}
         failures = dict(self._failures)
         for failure in failures.values():
-            self._log_failure(failure, f"fn: {_name(self.entrypoint)} (start_method: {self.start_method})")
+            self._log_failure(failure, f"fn: {_function_name(self.entrypoint)} (start_method: {self.start_method})")
             if failure.exitcode == 0:
                 failure.message = _NO_RETURN
         for rank, process in self._processes.items() if not failures else ():
@@ -158,7 +158,7 @@ class MultiprocessContext(SupervisedContext):
             shutil.rmtree(self._results, ignore_errors=True)
 
 
-def _name(function: Any) -> str:
+def _function_name(function: Any) -> str:
     return str(getattr(function, "__qualname__", function))
 
 

@@ -26,6 +26,7 @@ from msgspec import Struct
 from ripstop.compat.multiprocessing.errors import record
 from ripstop.compat.multiprocessing.redirects import redirect_permanently
 from ripstop.system import linux
+from ripstop.system.descriptors import open_descriptors
 from ripstop.workers.error_file import user_frames
 
 
@@ -49,11 +50,11 @@ class Task(Struct, frozen=True):
     stderr: str
     result: str
     bind: Callable[[], None] | None
-    parent: int | None = None  # see `stand_alone`
+    parent: int | None = None  # see `set_up_function_worker`
     inherited: Inherited | None = None
 
 
-def start_process(
+def start_function_worker(
     context: Any,
     target: Callable[..., None],
     args: tuple[Any, ...],
@@ -76,13 +77,13 @@ def start_process(
 def work(task: Task, connection: Connection | None = None) -> None:
     """The target of the process."""
     gc.freeze()  # after a fork: destructors of the parent's garbage may need threads that this process does not have
-    stand_alone(task.parent, task.inherited)
+    set_up_function_worker(task.parent, task.inherited)
     os.environ.clear()
     os.environ.update(task.env)
     try:
         record(partial(_run, task))()
     except KeyboardInterrupt:
-        _die_of(signal.SIGINT)
+        _end_function_worker(signal.SIGINT)
     except Exception as error:
         import traceback
 
@@ -124,7 +125,7 @@ def _save(value: Any, path: str) -> None:
         ) from error
 
 
-def stand_alone(parent: int | None, inherited: Inherited | None, keep: int = -1) -> None:
+def set_up_function_worker(parent: int | None, inherited: Inherited | None, keep: int = -1) -> None:
     """Lead a session, undo what a fork inherited except the descriptor `keep`, and die with the parent.
 
     With the pid of a `parent`, the kernel kills this process when the thread that started it ends.  With None, it does
@@ -137,21 +138,17 @@ def stand_alone(parent: int | None, inherited: Inherited | None, keep: int = -1)
         for signum in inherited.signals:
             signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
         if inherited.descriptors is not None:
-            _close_descriptors(inherited.descriptors | {keep})
+            _close_inherited_descriptors(inherited.descriptors | {keep})
         signal.pthread_sigmask(signal.SIG_UNBLOCK, inherited.signals)
     if parent is None:
-        _die_with_parent_process()
+        _die_with_multiprocessing_parent()
         return
     linux.parent_death_signal(signal.SIGKILL)()
     if os.getppid() != parent:
         os._exit(1)
 
 
-def open_descriptors() -> frozenset[int]:
-    return frozenset(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
-
-
-def _close_descriptors(kept: frozenset[int]) -> None:
+def _close_inherited_descriptors(kept: frozenset[int]) -> None:
     """Replace all others by /dev/null: their numbers must stay taken, because inherited objects still use them."""
     null = os.open(os.devnull, os.O_RDWR)
     for fd in open_descriptors() - kept - {null}:
@@ -159,7 +156,7 @@ def _close_descriptors(kept: frozenset[int]) -> None:
             os.dup2(null, fd, inheritable=False)
 
 
-def _die_with_parent_process() -> None:
+def _die_with_multiprocessing_parent() -> None:
     """Have the kernel send SIGKILL when the pipe that only the parent holds is closed.
 
     prctl's parent death signal is for the death of the thread that forked this process.
@@ -173,7 +170,7 @@ def _die_with_parent_process() -> None:
         os._exit(1)
 
 
-def _die_of(signum: signal.Signals) -> NoReturn:
+def _end_function_worker(signum: signal.Signals) -> NoReturn:
     """Die as a process without a handler for this signal does."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):

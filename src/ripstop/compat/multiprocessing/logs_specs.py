@@ -21,6 +21,7 @@ from typing import Any
 from ripstop.system.safe_files import rename_existing
 
 CONSOLE = ""  # instead of a log file's name
+_TEMPORARY_PREFIX = "torchelastic_"
 
 log = logging.getLogger(__name__)
 
@@ -112,9 +113,9 @@ class DefaultLogsSpecs(LogsSpecs):
         if log_dir and log_dir != os.devnull and Path(log_dir).is_file():
             raise NotADirectoryError(errno.ENOTDIR, f"workers' logs need a directory, and log_dir={log_dir} is a file")
         if not log_dir:
-            log_dir = tempfile.mkdtemp(prefix="torchelastic_")
+            log_dir = tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX)
         elif log_dir != os.devnull:
-            _make_directory(log_dir)
+            _make_log_dir(log_dir)
         super().__init__(log_dir, redirects, tee, local_ranks_filter)
         self._run_log_dir: str | None = None
 
@@ -133,7 +134,7 @@ class DefaultLogsSpecs(LogsSpecs):
         )
         for rank in range(len(envs)):
             home = attempt / str(rank)
-            _make_directory(home)
+            _make_log_dir(home)
             shown = not self._local_ranks_filter or rank in self._local_ranks_filter
             for stream, name, files, tees in (
                 (Std.OUT, "stdout.log", dest.stdouts, dest.tee_stdouts),
@@ -152,12 +153,12 @@ class DefaultLogsSpecs(LogsSpecs):
     def _attempt_dir(self, env: Mapping[str, str]) -> Path:
         if self._run_log_dir is None:
             run_id = env.get("TORCHELASTIC_RUN_ID", "test_run_id")
-            with _usable(self.root_log_dir):
+            with _log_dir_errors(self.root_log_dir):
                 self._run_log_dir = tempfile.mkdtemp(prefix=f"{run_id}_", dir=self._root_log_dir)
             log.info("workers' logs: %s", self._run_log_dir)
         attempt = Path(self._run_log_dir, f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}")
         rename_existing(attempt)
-        _make_directory(attempt)
+        _make_log_dir(attempt)
         return attempt
 
     def _dev_null(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -184,7 +185,7 @@ class DefaultLogsSpecs(LogsSpecs):
 
 
 @contextmanager
-def _usable(directory: str | Path) -> Iterator[None]:
+def _log_dir_errors(directory: str | Path) -> Iterator[None]:
     """Name the directory in an error.  Its class stays, because Python chooses an OSError's class by its number."""
     try:
         yield
@@ -193,9 +194,18 @@ def _usable(directory: str | Path) -> Iterator[None]:
         raise OSError(error.errno, why) from error
 
 
-def _make_directory(directory: str | Path) -> None:
-    with _usable(directory):
+def _make_log_dir(directory: str | Path) -> None:
+    with _log_dir_errors(directory):
         Path(directory).mkdir(parents=True, exist_ok=True)
+
+
+def is_created_by_logs_specs(directory: Path | None) -> bool:
+    """Whether `DefaultLogsSpecs` created this directory because the program named none."""
+    return (
+        directory is not None
+        and directory.name.startswith(_TEMPORARY_PREFIX)
+        and directory.parent == Path(tempfile.gettempdir())
+    )
 
 
 def get_std_cm(std_rd: str, redirect_fn: Callable[[str], Any]) -> AbstractContextManager[Any]:

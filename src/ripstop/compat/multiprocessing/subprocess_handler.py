@@ -39,25 +39,25 @@ class SubprocessHandler:
     ) -> None:
         self.local_rank_id = local_rank_id
         with ExitStack() as files:  # the worker has its own copies
-            out, err = (files.enter_context(_log(path)) if path else None for path in (stdout, stderr))
+            out, err = (files.enter_context(_open_subprocess_log(path)) if path else None for path in (stdout, stderr))
             self.proc = Popen(
                 (entrypoint, *(str(arg) for arg in args)),
                 env={**os.environ, **{name: str(value) for name, value in env.items()}},
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
-                preexec_fn=_before_exec(binding_of(numa_options, local_rank_id)),  # noqa: PLW1509 (it needs no lock that a thread may hold)
+                preexec_fn=_subprocess_preexec(binding_of(numa_options, local_rank_id)),  # noqa: PLW1509 (it needs no lock that a thread may hold)
             )
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Send the signal (SIGTERM) to the worker's process group; does not wait."""
-        signal_group(self.proc.pid, death_sig or signal.SIGTERM)
+        signal_subprocess(self.proc.pid, death_sig or signal.SIGTERM)
 
 
 get_subprocess_handler = SubprocessHandler  # `SubprocessContext` calls it for each worker
 
 
-def signal_group(pid: int, signum: signal.Signals) -> None:
+def signal_subprocess(pid: int, signum: signal.Signals) -> None:
     """Send a signal to a worker's process group; to the worker alone if it does not lead its group yet."""
     for each in (signum, signal.SIGCONT):  # a stopped process handles no signal until it continues
         try:
@@ -67,12 +67,12 @@ def signal_group(pid: int, signum: signal.Signals) -> None:
                 os.kill(pid, each)
 
 
-def _log(path: str) -> IO[bytes]:
+def _open_subprocess_log(path: str) -> IO[bytes]:
     """Truncate the file and append to it, so that the worker's children do not overwrite it."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666), "wb", buffering=0)
 
 
-def _before_exec(bind: Callable[[], None] | None) -> Callable[[], None] | None:
+def _subprocess_preexec(bind: Callable[[], None] | None) -> Callable[[], None] | None:
     """What the new process runs before it executes the command."""
     dies_with_parent = threading.current_thread() is threading.main_thread()
     if not dies_with_parent and bind is None:

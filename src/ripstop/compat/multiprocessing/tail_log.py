@@ -25,7 +25,7 @@ _PAUSE_MS = 5  # between two reads, so that many short writes are copied in larg
 log = logging.getLogger(__name__)
 
 
-def _every_line(_: str) -> bool:
+def _tail_every_line(_: str) -> bool:
     return True
 
 
@@ -38,7 +38,7 @@ class _Tail:
         self._header = header
         self._filter = line_filter
         self._position = 0
-        self._lines = Prefixer(os.fsencode(header) if line_filter is _every_line else b"")
+        self._lines = Prefixer(os.fsencode(header) if line_filter is _tail_every_line else b"")
 
     def open(self, watch: GrowthWatch | None = None) -> bool:
         """Open the file if it exists by now, and watch it; whether it exists."""
@@ -73,7 +73,7 @@ class _Tail:
 
     def _write(self, lines: bytes, target: TextIO) -> None:
         text = lines.decode("utf-8", "replace")
-        if self._filter is not _every_line:
+        if self._filter is not _tail_every_line:
             complete = (line + "\n" for line in text.split("\n")[:-1])
             text = "".join(self._header + line for line in complete if self._filter(line))
         if text:
@@ -90,7 +90,7 @@ def tail_logfile(
     log_line_filter: Callable[[str], bool] | None = None,
 ) -> None:
     """Copy one file every `interval_sec` until `finished` is set, and then to its end."""
-    tail = _Tail(header, file, log_line_filter or _every_line)
+    tail = _Tail(header, file, log_line_filter or _tail_every_line)
     try:
         while not finished.is_set():
             tail.open()
@@ -114,7 +114,7 @@ class TailLog:
         dst: TextIO,
         log_line_prefixes: dict[int, str] | None = None,
         interval_sec: float = 0.1,
-        log_line_filter: Callable[[str], bool] = _every_line,
+        log_line_filter: Callable[[str], bool] = _tail_every_line,
     ) -> None:
         prefixes = log_line_prefixes or {}
         self._name = name

@@ -14,10 +14,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ripstop.compat.rendezvous.dynamic import RendezvousBackend, Token, decode_base64
-from ripstop.compat.rendezvous.endpoint import is_this_machine, parse_rendezvous_endpoint
+from ripstop.compat.rendezvous.dynamic import RendezvousBackend, Token, decode_backend_state
+from ripstop.compat.rendezvous.endpoint import parse_rendezvous_endpoint
 from ripstop.compat.rendezvous.handler import RendezvousConnectionError, RendezvousParameters
 from ripstop.model.config import COORDINATOR_PORT
+from ripstop.system.network import is_this_machine
 
 __all__ = ["C10dRendezvousBackend", "create_backend"]
 
@@ -64,7 +65,7 @@ class C10dRendezvousBackend(RendezvousBackend):
     def _decoded(self, value: bytes) -> tuple[bytes, Token] | None:
         if value == _EMPTY:
             return None
-        return decode_base64(value, f"the key {self._key} of the store"), value
+        return decode_backend_state(value, f"the key {self._key} of the store"), value
 
 
 def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, Any]:

@@ -92,7 +92,7 @@ class RendezvousBackend(ABC):
         """
 
 
-def decode_base64(value: bytes, where: str) -> bytes:
+def decode_backend_state(value: bytes, where: str) -> bytes:
     """A stored state; backends store base64, as torch does, to detect other values."""
     try:
         return b64decode(value, validate=True)

@@ -21,7 +21,7 @@ from ripstop.compat.rendezvous.dynamic import (
     RendezvousSettings,
     RendezvousTimeout,
     StateHolder,
-    decode_base64,
+    decode_backend_state,
 )
 from ripstop.compat.rendezvous.etcd_store import EtcdStore
 from ripstop.compat.rendezvous.handler import RendezvousConnectionError, RendezvousHandler
@@ -77,11 +77,11 @@ class EtcdRendezvousBackend(RendezvousBackend):
 
         There is no retry, so a wrong address is an error now and not after `read_timeout`.
         """
-        with _connection_errors():
+        with _etcd_connection_errors():
             self._client.read([self._key], timeout=0)
 
     def get_state(self) -> tuple[bytes, int] | None:
-        with _connection_errors():
+        with _etcd_connection_errors():
             _, (found,) = self._client.read([self._key], self._read_timeout)
         return (self._decoded(found.value), found.revision) if found is not None else None
 
@@ -90,7 +90,7 @@ class EtcdRendezvousBackend(RendezvousBackend):
         if isinstance(revision := token or 0, bool) or not isinstance(revision, int):
             held = self.get_state()  # not our token
             return (*held, False) if held is not None else None
-        with _connection_errors():
+        with _etcd_connection_errors():
             lease = self.lease(self._read_timeout)
             values = {self._key: b64encode(state)}
             written, found = self._client.swap(self._key, revision, values, self._read_timeout, lease=lease)
@@ -104,7 +104,7 @@ class EtcdRendezvousBackend(RendezvousBackend):
         return stored, now.revision, now.lease == lease and stored == state
 
     def _decoded(self, value: bytes) -> bytes:
-        return decode_base64(value, f"the key {self._key.decode()} of etcd")
+        return decode_backend_state(value, f"the key {self._key.decode()} of etcd")
 
     def lease(self, timeout: float) -> int:
         """This node's lease, renewed."""
@@ -202,7 +202,7 @@ def _client_for(params: Any) -> Iterator[tuple[SyncEtcdClient, float]]:
 
 
 @contextmanager
-def _connection_errors() -> Iterator[None]:
+def _etcd_connection_errors() -> Iterator[None]:
     """Raise the client's errors as `RendezvousConnectionError`."""
     try:
         yield

@@ -74,7 +74,7 @@ class EtcdServer:
         """Return when etcd answers; `TimeoutError` if it does not in time, `RuntimeError` if it has exited."""
         if self._process is not None and self._process.poll() is None:
             return
-        program = _program()
+        program = _etcd_program()
         if self._data_dir is None:
             self._temporary_dir = tempfile.mkdtemp(prefix="ripstop_etcd_")
         for left in reversed(range(max(1, num_retries))):
@@ -132,7 +132,7 @@ class EtcdServer:
         raise TimeoutError(f"etcd did not answer at {self.get_endpoint()} in {timeout:g} s; give it a longer timeout")
 
 
-def _program() -> str:
+def _etcd_program() -> str:
     name = "TORCHELASTIC_ETCD_BINARY_PATH"
     path = os.environ.get(name, "")
     if found := path if Path(path).is_file() else shutil.which("etcd"):

@@ -43,12 +43,12 @@ class SyncEtcdClient:
 
     def read(self, keys: Sequence[bytes], timeout: float) -> tuple[int, list[KeyValue | None]]:
         """The etcd revision when the first key was read, and the values of these keys."""
-        replies = [self._transact(timeout, [], [get(key) for key in some]) for some in _batched(keys)]
+        replies = [self._transact(timeout, [], [get(key) for key in some]) for some in _etcd_batches(keys)]
         return replies[0][0] if replies else 0, [value for _, values in replies for value in values]
 
     def write(self, values: Mapping[bytes, bytes], timeout: float, *, lease: int = 0) -> None:
         """Write the values; more than a transaction holds are not written atomically."""
-        for some in _batched(list(values.items())):
+        for some in _etcd_batches(list(values.items())):
             self._transact(timeout, [], [put(key, value, lease) for key, value in some])
 
     def swap(
@@ -132,13 +132,13 @@ class SyncEtcdClient:
             return EtcdClient(self._settings)
 
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=_run, args=(self._loop,), name="ripstop-etcd", daemon=True).start()
+        threading.Thread(target=_run_etcd_loop, args=(self._loop,), name="ripstop-etcd", daemon=True).start()
         self._client = asyncio.run_coroutine_threadsafe(make(), self._loop).result()
         self._pid = os.getpid()
         self._close = weakref.finalize(self, _end, self._loop, self._client, self._pid)
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
+def _run_etcd_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
     loop.close()
 
@@ -149,5 +149,5 @@ def _end(loop: asyncio.AbstractEventLoop, client: EtcdClient, pid: int) -> None:
         loop.call_soon_threadsafe(loop.stop)
 
 
-def _batched(items: Sequence[T]) -> Iterator[Sequence[T]]:
+def _etcd_batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
     return (items[start : start + MAX_OPERATIONS] for start in range(0, len(items), MAX_OPERATIONS))
