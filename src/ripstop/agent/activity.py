@@ -6,6 +6,7 @@ from enum import Enum
 from msgspec import Struct
 
 from ripstop.diagnostics.progress import WorkerProgress
+from ripstop.model.text_formatting import duration
 
 FIRST_LINE_S = 30.0  # after which an activity is logged where there is no live line; then at twice the time
 MAX_INTERVAL_S = 600.0  # between two of these lines
@@ -78,6 +79,4 @@ def progress_text(workers: Mapping[int, WorkerProgress]) -> str:
 
 def elapsed(seconds: float) -> str:
     """`8 s`, `3 min 20 s`, `1 h 12 min`."""
-    from ripstop.report.formats import duration  # imports datetime
-
     return duration(int(seconds)) if seconds >= 10 else f"{int(seconds)} s"
