@@ -44,7 +44,7 @@ from msgspec import to_builtins
 from ripstop.model import round
 from ripstop.protocol.messages import Join, Ready
 from ripstop.protocol.pacing import ask_after_s, heartbeat_interval_s, reconnect_spread_s
-from ripstop.telemetry.history import interval_s
+from ripstop.telemetry.history import history_interval_s
 
 TOKEN = "bench"
 JOB = "scale"
@@ -245,7 +245,8 @@ async def measure(fleet: Fleet, pid: int) -> dict[str, float]:
     figures = {"form": await formed - began, "form cpu": cpu(pid) - used, "form clients": time.process_time() - own}
     figures["memory"] = (memory(pid) - empty) / fleet.size
     used, since = cpu(pid), time.perf_counter()
-    await asyncio.sleep(max(IDLE, interval_s(fleet.size)))  # the coordinator takes one sample of its nodes meanwhile
+    # the coordinator takes one sample of its nodes meanwhile
+    await asyncio.sleep(max(IDLE, history_interval_s(fleet.size)))
     figures["idle"] = (cpu(pid) - used) / (time.perf_counter() - since)
     again = loop.create_task(fleet.all_told(2, fleet.size - 1))
     began, used = time.perf_counter(), cpu(pid)

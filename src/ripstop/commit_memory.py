@@ -80,7 +80,7 @@ def stamp(header: bytes) -> bytes:
     return _STAMP.pack(1 << 32 | crc32(header))
 
 
-def read_header(head: bytes, run: int) -> Header | None:
+def unpack_commit_header(head: bytes, run: int) -> Header | None:
     """From the first HEAD_BYTES of a buffer."""
     packed = head[:HEADER_BYTES]
     if head[STAMP_OFFSET:] != stamp(packed):
@@ -103,13 +103,13 @@ def create_memory(size: int) -> int:
     """
     size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     needs = f"a buffer needs {size / 1e9:.3g} GB"
-    if (free := usable_memory()) < size:
+    if (free := usable_commit_memory()) < size:
         raise NotEnoughMemory(f"{needs} and {free / 1e9:.3g} GB are free")
     fd = os.memfd_create("ripstop-state", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         start = 0
         while start < size:  # now, rather than page by page during the copy
-            free = usable_memory()
+            free = usable_commit_memory()
             part = min(size - start, max(RESERVE_BYTES, free) // MAX_ALLOCATORS // mmap.PAGESIZE * mmap.PAGESIZE)
             if free < part:
                 raise NotEnoughMemory(f"{needs}, and other processes took the memory meanwhile")
@@ -125,6 +125,6 @@ def create_memory(size: int) -> int:
     return fd
 
 
-def usable_memory() -> int:
+def usable_commit_memory() -> int:
     """Bytes that buffers can still use."""
     return max(0, available_memory() - RESERVE_BYTES)

@@ -19,13 +19,13 @@ from ripstop.model.round import Outcome
 from ripstop.model.text_formatting import clean, one_line
 from ripstop.system.safe_files import replace_file
 from ripstop.system.stderr_terminal import has_colors, terminal_width
-from ripstop.telemetry.stderr_log import Printer
+from ripstop.telemetry.stderr_log import StderrPrinter
 
 REPORT_WIDTH = 100
 CONSOLE_TIMEOUT_MS = 1000  # for a console that is slow to read
 
 
-def print_report(report: JobReport, printer: Printer, level: int = logging.ERROR) -> None:
+def print_report(report: JobReport, printer: StderrPrinter, level: int = logging.ERROR) -> None:
     """At a terminal, in its width, and the outcome and the root cause of a failure in red."""
     text = shown = render(report, min(REPORT_WIDTH, terminal_width() if os.isatty(2) else REPORT_WIDTH)).rstrip("\n")
     if level >= logging.ERROR and has_colors(os.environ):
@@ -35,7 +35,7 @@ def print_report(report: JobReport, printer: Printer, level: int = logging.ERROR
     printer.line(text, level, shown)
 
 
-def print_result(end: ExitAgent, directory: LogDirectory, printer: Printer) -> None:
+def print_result(end: ExitAgent, directory: LogDirectory, printer: StderrPrinter) -> None:
     """Print the report or the error of an unsuccessful end, and save the report beside the logs."""
     has_succeeded = end.report is not None and end.report.outcome is Outcome.SUCCEEDED
     directory.tidy(succeeded=has_succeeded)
@@ -57,22 +57,22 @@ def print_result(end: ExitAgent, directory: LogDirectory, printer: Printer) -> N
         printer.line(f"error: {one_line(end.why)}", logging.ERROR)
 
 
-def write_job_report(directory: LogDirectory, printer: Printer) -> None:
+def write_job_report(directory: LogDirectory, printer: StderrPrinter) -> None:
     """On the coordinator's node: write the report of the whole job beside its events, and print its path."""
     if not directory.has_job_events or not directory.kept:
         return
-    from ripstop.report.files import write_report
+    from ripstop.report.writer import write_report
 
     def warn(text: str) -> None:
-        if _is_console_read():
+        if _can_print_final_output():
             printer.line(f"warning: {text}", logging.WARNING)
 
     page = write_report(directory.path, warn)
-    if page is not None and _is_console_read():
+    if page is not None and _can_print_final_output():
         printer.line(f"job report: {page}", logging.INFO, f"job report: {page}")
 
 
-def _is_console_read() -> bool:
+def _can_print_final_output() -> bool:
     """False if the console is not being read: that must not delay the exit."""
     poll = select.poll()
     poll.register(2, select.POLLOUT)
@@ -93,7 +93,7 @@ def _without_deleted_files(report: JobReport, directory: LogDirectory) -> JobRep
     return replace(report, failures=tuple(failures))
 
 
-def write_termination_message(file: Path, end: ExitAgent, printer: Printer) -> None:
+def write_termination_message(file: Path, end: ExitAgent, printer: StderrPrinter) -> None:
     from ripstop.api.termination_message import termination_message
 
     try:

@@ -47,17 +47,17 @@ class RipstopCluster(ClusterEnv):  # type: ignore[misc]
         return int(os.environ["LOCAL_RANK"]) if int(os.environ["LOCAL_WORLD_SIZE"]) > 1 else None
 
 
-def _put_first() -> None:
+def _put_before_jax_clusters() -> None:
     types = ClusterEnv._cluster_types
     types.remove(RipstopCluster)
     types.insert(0, RipstopCluster)
 
 
-def _leave_sigterm_alone() -> None:
+def _disable_jax_preemption_service() -> None:
     if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ and hasattr(jax.config, "jax_enable_preemption_service"):
         jax.config.update("jax_enable_preemption_service", False)
 
 
-_put_first()
+_put_before_jax_clusters()
 if RipstopCluster.is_env_present():
-    _leave_sigterm_alone()
+    _disable_jax_preemption_service()

@@ -49,7 +49,7 @@ from ripstop.starters.user_key import job_secret
 from ripstop.system.live_line import LiveLine, can_show
 from ripstop.system.stderr_terminal import has_colors
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS, EventFile
-from ripstop.telemetry.stderr_log import Printer, log_to_stderr
+from ripstop.telemetry.stderr_log import StderrPrinter, log_to_stderr
 from ripstop.transport.endpoint import Bound, bind, bind_first
 from ripstop.transport.link import InProcessLink, Link
 from ripstop.workers.environment import shared_environment
@@ -81,7 +81,7 @@ def run(config: RunConfig, link: Link | None = None) -> int:
         end = _run_with_workers(config, directory, link, live)
         if (report := end.report) is not None and report.outcome is Outcome.SUCCEEDED:
             log.info("job=%s succeeded rounds=%d restarts=%d", report.run_id, report.rounds, report.restarts)
-    printer = Printer("run", config.own_log)
+    printer = StderrPrinter("run", config.own_log)
     print_result(end, directory, printer)
     write_job_report(directory, printer)
     if config.termination_log is not None:
@@ -89,7 +89,7 @@ def run(config: RunConfig, link: Link | None = None) -> int:
     is_job_over = end.report is not None or end.code == 0  # otherwise a new agent may succeed
     if config.linger and is_job_over and end.code < 128:
         printer.line("the job is over; waiting for a signal to exit (--linger)", logging.INFO)
-        _wait_for_signal(config.signals)
+        _linger_until_signal(config.signals)
     return end.code
 
 
@@ -99,7 +99,7 @@ def _run_with_workers(
     bound = bind_endpoint(config)
     probe_socket = None
     if config.probe_port is not None:
-        probe_socket = probe_server.listen("--probe-port", config.local_addr, config.probe_port)
+        probe_socket = probe_server.listen_for_probes("--probe-port", config.local_addr, config.probe_port)
     environ = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
     # first, because its imports take the longest; the agent loads the rest meanwhile
     children = Children()
@@ -256,7 +256,7 @@ def coordinate(config: CoordinatorConfig) -> int:
         assert bound is not None, "bind raises if it cannot bind a required endpoint"
         _check_bound(bound, config)
         end = asyncio.run(_run_coordinator(config, bound, directory))
-    printer = Printer("coordinator", config.own_log)
+    printer = StderrPrinter("coordinator", config.own_log)
     if isinstance(end, JobReport):
         level = logging.INFO if end.outcome is Outcome.SUCCEEDED else logging.ERROR
         print_report(end, printer, level)
@@ -450,7 +450,7 @@ def _torch_event_handler(config: RunConfig, environ: dict[str, str], children: C
     if not config.event_handler:
         yield []
         return
-    from ripstop.telemetry.torch_handler import EventHandler, torch_sink
+    from ripstop.telemetry.torch_handler import EventHandler, torch_handler_sink
 
     match config.entry:
         case Script(name) | Module(name) | Executable((name, *_)):
@@ -458,7 +458,7 @@ def _torch_event_handler(config: RunConfig, environ: dict[str, str], children: C
         case _:
             program = "function"
     with closing(EventHandler(config.event_handler, environ, children)) as handler:
-        yield [torch_sink(config, program, handler.put)]
+        yield [torch_handler_sink(config, program, handler.put)]
 
 
 # the log, and the wait before the exit --------------------------------------------------------------------------------
@@ -479,7 +479,7 @@ def _live_line(config: RunConfig) -> LiveLine | None:
     return LiveLine(colors=has_colors(os.environ)) if is_shown and can_show(os.environ) else None
 
 
-def _wait_for_signal(names: Sequence[str]) -> None:
+def _linger_until_signal(names: Sequence[str]) -> None:
     """Wait for one of these signals.
 
     They are blocked first: the kernel drops an unblocked signal without a handler to the first process of a container.

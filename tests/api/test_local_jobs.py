@@ -4,12 +4,11 @@ import fcntl
 import multiprocessing
 import os
 import signal
-import socket
 from pathlib import Path
 
 import pytest
 
-from ripstop.api.local_jobs import JobRecord, Registration, job_records, socket_address
+from ripstop.api.local_jobs import JobRecord, Registration, job_records
 
 
 def record(run_id: str = "job", since: float = 1.0, **more: str) -> JobRecord:
@@ -88,14 +87,3 @@ def test_an_invalid_file_is_no_record(tmp_path: Path, text: bytes) -> None:
     with path.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert job_records(tmp_path) == []
-
-
-def test_a_socket_path_may_be_longer_than_an_address(tmp_path: Path) -> None:
-    directory = tmp_path / ("d" * 120)
-    directory.mkdir()
-    with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as caller:
-        with socket_address(directory / "a.sock") as where:
-            listening.bind(where)
-        listening.listen()
-        with socket_address(directory / "a.sock") as where:
-            caller.connect(where)

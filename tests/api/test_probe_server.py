@@ -11,7 +11,7 @@ import pytest
 
 from ripstop import launch
 from ripstop.agent.machine_io import ExitAgent
-from ripstop.api.probe_server import MAX_CONNECTIONS, MAX_REQUEST_BYTES, listen, reply, serve
+from ripstop.api.probe_server import MAX_CONNECTIONS, MAX_REQUEST_BYTES, listen_for_probes, reply, serve
 from ripstop.logs.directory import LogDirectory
 from ripstop.model.config import Logs, RunConfig, Script
 from ripstop.model.errors import UsageError
@@ -54,7 +54,7 @@ async def ask(port: int, request: bytes) -> bytes:
 @contextlib.asynccontextmanager
 async def serving() -> AsyncIterator[int]:
     """The port of the probes."""
-    listening = listen("--probe-port", "127.0.0.1", 0)
+    listening = listen_for_probes("--probe-port", "127.0.0.1", 0)
     serving = asyncio.create_task(serve(listening, str))
     try:
         yield listening.getsockname()[1]
@@ -116,7 +116,7 @@ def test_a_request_may_come_in_pieces() -> None:
 
 
 def test_only_the_given_address_listens() -> None:
-    with listen("--probe-port", "127.0.0.2", 0) as listening:
+    with listen_for_probes("--probe-port", "127.0.0.2", 0) as listening:
         assert listening.getsockname()[0] == "127.0.0.2"
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", listening.getsockname()[1]))
@@ -126,11 +126,11 @@ def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=rf"^--probe-port={port}: cannot listen on this port .*choose a free"):
-            listen("--probe-port", "127.0.0.1", port)
+            listen_for_probes("--probe-port", "127.0.0.1", port)
 
 
 def test_without_a_host_all_addresses_listen() -> None:
-    with listen("--probe-port", None, 0) as listening:
+    with listen_for_probes("--probe-port", None, 0) as listening:
         port = listening.getsockname()[1]
         socket.create_connection(("127.0.0.1", port)).close()
 
@@ -159,5 +159,5 @@ def test_the_port_is_closed_when_the_agent_ends(tmp_path: Path, monkeypatch: pyt
         return listening.fileno() == -1
 
     monkeypatch.setattr(launch, "AgentDriver", BriefDriver)
-    with listen("--probe-port", "127.0.0.1", 0) as listening:
+    with listen_for_probes("--probe-port", "127.0.0.1", 0) as listening:
         assert asyncio.run(main()), "the port is open"

@@ -11,7 +11,7 @@ import pytest
 from ripstop.kubernetes import operator as operator_module
 from ripstop.kubernetes.cluster_writer import dropped
 from ripstop.kubernetes.job_poller import JobApi
-from ripstop.kubernetes.kube_client import Cluster, Invalid, NotFound
+from ripstop.kubernetes.kube_client import Invalid, KubeClient, NotFound
 from ripstop.kubernetes.operator import Operator
 
 JOB, PODS = "/apis/ripstop.dev/v1alpha1/namespaces/ml/elasticjobs/train", "/api/v1/namespaces/ml/pods"
@@ -19,7 +19,7 @@ NAME = ("ml", "train")
 BEGIN = "2027-01-15T08:00:00Z"
 
 
-class Shelf(Cluster):
+class Shelf(KubeClient):
     """A job and its pods; pods run as soon as they are made.
 
     `number_is_text`: the definition is an old one.  `refuses_patches`: the job breaks a rule of the definition.

@@ -4,7 +4,7 @@ from typing import Any
 
 from ripstop.kubernetes.manifests import SLOT, Owner
 from ripstop.kubernetes.pods import Pod, coordinator_pod_addresses, read_pods, unreachable_since
-from ripstop.kubernetes.reconcile import read_job
+from ripstop.kubernetes.reconcile import job_to_reconcile
 
 OWNER = Owner("train", "ml", "u-1")
 BEGIN = "2027-01-15T08:00:00Z"
@@ -37,14 +37,14 @@ def condition(kind: str, status: str, **more: str) -> dict[str, Any]:
 
 def test_a_job_is_what_was_read() -> None:
     metadata = {"name": "train", "namespace": "ml", "uid": "u-1", "creationTimestamp": BEGIN, "generation": 3}
-    job = read_job({"metadata": metadata, "spec": {"maxReplicas": 2}})
+    job = job_to_reconcile({"metadata": metadata, "spec": {"maxReplicas": 2}})
     assert (job.owner.name, job.owner.namespace, job.owner.uid) == ("train", "ml", "u-1")
     assert (job.generation, job.deleting, dict(job.status)) == (3, False, {})
 
 
 def test_a_job_that_is_being_deleted_says_so() -> None:
     metadata = {"name": "a", "namespace": "b", "uid": "c", "creationTimestamp": BEGIN, "deletionTimestamp": BEGIN}
-    assert read_job({"metadata": metadata}).deleting
+    assert job_to_reconcile({"metadata": metadata}).deleting
 
 
 def test_pods_of_an_earlier_job_of_the_same_name_are_not_the_jobs() -> None:

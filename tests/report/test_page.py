@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from ripstop.model import events
 from ripstop.model.events import EventRecord
+from ripstop.model.text_formatting import duration, percent
 from ripstop.report.builder import build_report
-from ripstop.report.formats import duration, moment, percent
 from ripstop.report.html import POLICY, render
+from ripstop.report.moments import moment
 from tests.model.test_events import every_event
 from tests.report.transcripts import BEGAN, Transcript, evidence
 

@@ -2,12 +2,13 @@
 
 import fcntl
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from ripstop.model.errors import UsageError
-from ripstop.system.socket_directory import HeldDirectory, socket_directories, socket_directory
+from ripstop.system.socket_directory import HeldDirectory, socket_address, socket_directories, socket_directory
 
 
 def test_the_directory_is_private(tmp_path: Path) -> None:
@@ -95,3 +96,14 @@ def test_the_search_covers_both_places_and_creates_none(tmp_path: Path) -> None:
     assert socket_directories(environ) == [own, scheduled]
     scheduled.chmod(0o755)  # no longer private
     assert socket_directories(environ) == [own]
+
+
+def test_a_socket_path_may_be_longer_than_an_address(tmp_path: Path) -> None:
+    directory = tmp_path / ("d" * 120)
+    directory.mkdir()
+    with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as caller:
+        with socket_address(directory / "a.sock") as where:
+            listening.bind(where)
+        listening.listen()
+        with socket_address(directory / "a.sock") as where:
+            caller.connect(where)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ripstop.model.usage import GpuSample, NodeSample, RankSample
-from ripstop.telemetry.history import MAX_POINTS, History, Point, interval_s, measure
+from ripstop.telemetry.history import MAX_POINTS, History, Point, history_interval_s, measure
 
 
 @given(st.integers(min_value=0, max_value=5 * MAX_POINTS))
@@ -44,5 +44,5 @@ def test_a_point_has_the_percentiles_of_all_ranks_and_the_peaks_of_memory() -> N
 
 
 def test_large_jobs_are_sampled_less_often() -> None:
-    assert interval_s(1) == interval_s(1000) == 10.0
-    assert interval_s(4000) == 40.0
+    assert history_interval_s(1) == history_interval_s(1000) == 10.0
+    assert history_interval_s(4000) == 40.0

@@ -9,7 +9,7 @@ import pytest
 
 from ripstop.model.config import LogFormat
 from ripstop.model.events import EventRecord, FirstStep, WorkersStopping
-from ripstop.telemetry.stderr_log import StderrHandler, colored, log_event
+from ripstop.telemetry.stderr_log import StderrHandler, colored_stderr_line, log_event
 
 RECORD = EventRecord(3, 12.5, "a", WorkersStopping(1, "rank 1 failed"))
 
@@ -72,7 +72,10 @@ def test_debugging_shows_every_event(log: logging.Logger, capfd: pytest.CaptureF
 
 def test_colours_leave_the_text_as_it_is() -> None:
     line = "[ripstop] 10:00:00.000 W W is a letter"
-    shown = colored(line, logging.WARNING)
+    shown = colored_stderr_line(line, logging.WARNING)
     assert shown == "\x1b[2m[ripstop] 10:00:00.000\x1b[0m\x1b[33m W W is a letter\x1b[0m"
     assert os.linesep not in shown
-    assert colored("[ripstop] 10:00:00.000 I fine", logging.INFO) == "\x1b[2m[ripstop] 10:00:00.000\x1b[0m I fine"
+    assert (
+        colored_stderr_line("[ripstop] 10:00:00.000 I fine", logging.INFO)
+        == "\x1b[2m[ripstop] 10:00:00.000\x1b[0m I fine"
+    )

@@ -68,8 +68,8 @@ def test_together_they_never_allocate_more_than_there_is(monkeypatch: pytest.Mon
 LIMIT = 600 * MB
 ALLOCATE = """
 import os
-from ripstop.commit_memory import NotEnoughMemory, create_memory, usable_memory
-wanted = usable_memory() * 6 // 10
+from ripstop.commit_memory import NotEnoughMemory, create_memory, usable_commit_memory
+wanted = usable_commit_memory() * 6 // 10
 pids = []
 begin, go = os.pipe()
 for _ in range(6):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ripstop import train
-from ripstop.commit_memory import HEAD_BYTES, read_header
+from ripstop.commit_memory import HEAD_BYTES, unpack_commit_header
 from tests.e2e.harness import wait_until
 from tests.train.cluster import Cluster, Node
 
@@ -41,7 +41,7 @@ def full(value: Any) -> Any:
 def commits(node: Node) -> list[int]:
     """The numbers of the complete commits in a node's memory."""
     fds = [fd for slots in node.memory._buffers.values() for fd in slots.values()]
-    headers = [read_header(os.pread(fd, HEAD_BYTES, 0), crc32(b"test")) for fd in fds]
+    headers = [unpack_commit_header(os.pread(fd, HEAD_BYTES, 0), crc32(b"test")) for fd in fds]
     return sorted(header.id.number for header in headers if header is not None)
 
 

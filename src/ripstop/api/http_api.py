@@ -15,7 +15,7 @@ from aiohttp import web
 from msgspec import Struct, ValidationError, convert, to_builtins
 
 from ripstop.api import routes
-from ripstop.api.job_interface import JobInterface, NodeQueries, RequestRefused, ask_all, node_of_rank, nodes_in_round
+from ripstop.api.job_interface import JobInterface, NodeQueries, RequestRefused, ask_all, node_of_rank
 from ripstop.api.page_files import PageFiles
 from ripstop.api.replies import (
     Description,
@@ -102,17 +102,17 @@ class Api:
             try:
                 user = self._authorize(request)
             except RequestRefused as refused:
-                return error_response(refused, close=True)
+                return http_error_response(refused, close=True)
             try:
                 reply = await route.handler(self, await _parse(request, route, user))
                 return reply if isinstance(reply, web.StreamResponse) else _json(reply)
             except RequestRefused as refused:
-                return error_response(refused)
+                return http_error_response(refused)
             except InvalidRequest as error:
-                return error_response(RequestRefused(400, str(error)))
+                return http_error_response(RequestRefused(400, str(error)))
             except web.HTTPRequestEntityTooLarge:
                 too_large = RequestRefused(413, f"the body is larger than {MAX_BODY} bytes; send less")
-                return error_response(too_large, close=True)
+                return http_error_response(too_large, close=True)
 
         return handle
 
@@ -121,9 +121,9 @@ class Api:
             try:
                 self._authorize(request)
             except RequestRefused as refused:
-                return error_response(refused, close=True)
+                return http_error_response(refused, close=True)
             problem = f"{request.method}: wrong method" if status == 405 else f"{request.path[:80]}: no such path"
-            response = error_response(RequestRefused(status, f"{problem}; {remedy}"), close=True)
+            response = http_error_response(RequestRefused(status, f"{problem}; {remedy}"), close=True)
             if allowed:
                 response.headers["Allow"] = ", ".join(allowed)
             return response
@@ -140,7 +140,7 @@ class Api:
             response.force_close()
             return response
         except RequestRefused as refused:
-            return error_response(refused, close=True)
+            return http_error_response(refused, close=True)
 
     async def _end_streams(self, _: web.Application) -> None:
         self._streams.end()
@@ -169,7 +169,7 @@ class Api:
     async def ranks(self, call: ApiCall) -> Ranks:
         """The workers by rank; none between two rounds."""
         job = self.job
-        nodes = sorted(nodes_in_round(job.status()), key=lambda node: node.first_rank)
+        nodes = sorted(job.status().nodes_in_round, key=lambda node: node.first_rank)
         ranks: list[RankStatus] = []
         for node, reply in await self._ask_all(job, nodes, "workers", {}):
             pids = reply["pids"] if isinstance(reply, dict) else []
@@ -196,7 +196,7 @@ class Api:
     async def stacks(self, call: ApiCall) -> dict[str, Any]:
         """The stacks of workers; with --hang-timeout, also the collectives they are in."""
         job, rank = self.job, call.parameters["rank"]
-        nodes = nodes_in_round(job.status()) if rank is None else [node_of_rank(job.status(), rank)]
+        nodes = job.status().nodes_in_round if rank is None else [node_of_rank(job.status(), rank)]
         argument = {} if rank is None else {"rank": rank}
         stacks, unanswered = [], []
         for node, reply in await self._ask_all(job, nodes, "stacks", argument):
@@ -267,7 +267,7 @@ class Api:
             nonlocal node
             if chunk["end"]:
                 node = node_of_rank(job.status(), start["rank"]).name
-            argument = _after(start, chunk) | {"reader": start["reader"], "wait": wait_s}
+            argument = _next_log_query(start, chunk) | {"reader": start["reader"], "wait": wait_s}
             try:
                 if wait_s:
                     return await self._queries.ask_at_once(job, node, "log", argument, 2 * LOG_WAIT_S)
@@ -282,7 +282,7 @@ class Api:
         """Read from the first chunk to the log's size at that time, at most `MAX_LOG_BYTES`."""
         texts, offset, end = [chunk["text"]], chunk["offset"], min(chunk["size"], chunk["offset"] + MAX_LOG_BYTES)
         while chunk["next"] < end and chunk["text"]:
-            chunk = await self._queries.ask(job, node, "log", _after(start, chunk), QUERY_TIMEOUT_S)
+            chunk = await self._queries.ask(job, node, "log", _next_log_query(start, chunk), QUERY_TIMEOUT_S)
             texts.append(chunk["text"])
         return LogText(start["rank"], node, start["stream"], chunk["round"], offset, chunk["next"], text="".join(texts))
 
@@ -303,7 +303,7 @@ class Api:
         """Set the number of nodes the job runs on."""
         nodes = call.parameters["nodes"]
         status = self._apply(call, ScaleJob(nodes))
-        return Done(f"scaling to {nodes} nodes; {len(nodes_in_round(status))} are in the round")
+        return Done(f"scaling to {nodes} nodes; {len(status.nodes_in_round)} are in the round")
 
     async def stop(self, call: ApiCall) -> Done:
         """End the job on all nodes."""
@@ -314,7 +314,7 @@ class Api:
     async def may_inject_fault(self, call: ApiCall) -> Done:
         """Check that the job and all nodes of its round allow injected faults."""
         job = self._chaos_job()
-        nodes = nodes_in_round(job.status())
+        nodes = job.status().nodes_in_round
         for node, reply in await self._ask_all(job, nodes, INJECT_QUERY, {}):
             if isinstance(reply, dict) and reply.get("refused"):
                 raise _chaos_not_allowed(f"node {node.name} was")
@@ -372,7 +372,7 @@ class Api:
 # requests and replies -------------------------------------------------------------------------------------------------
 
 
-def error_response(refused: RequestRefused, *, close: bool = False) -> web.Response:
+def http_error_response(refused: RequestRefused, *, close: bool = False) -> web.Response:
     response = _json(Error(str(refused)), status=refused.status)
     if refused.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
@@ -416,7 +416,7 @@ def _json(content: object, status: int = 200) -> web.Response:
     return web.json_response(to_builtins(content), status=status, headers={"Cache-Control": "no-store"})
 
 
-def _after(start: dict[str, Any], chunk: LogChunk) -> dict[str, Any]:
+def _next_log_query(start: dict[str, Any], chunk: LogChunk) -> dict[str, Any]:
     """The argument of the query for the chunk after this one."""
     return {"rank": start["rank"], "stream": start["stream"], "round": chunk["round"], "offset": chunk["next"]}
 

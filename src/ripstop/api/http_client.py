@@ -33,7 +33,7 @@ class ErrorReply(Exception):
         super().__init__(f"HTTP {status}")
         self.status = status
         self.body = body
-        self.error = _error_text(body)
+        self.error = _error_reply_text(body)
 
 
 class Request(Struct, frozen=True):
@@ -70,7 +70,7 @@ def stream_lines(
 @contextmanager
 def _http_reply(
     connect: Connect, request: Request, timeout_s: float
-) -> Iterator[tuple[http.client.HTTPResponse, "_Reader"]]:
+) -> Iterator[tuple[http.client.HTTPResponse, "_HttpReplyReader"]]:
     deadline = time.monotonic() + timeout_s
     headers = {"Host": request.host, "Accept": request.accept, "Connection": "close"}
     if request.token:
@@ -82,9 +82,9 @@ def _http_reply(
     connection = http.client.HTTPConnection("localhost")
     connection.sock = sock = connect(timeout_s)
     try:
-        sock.settimeout(_remaining(deadline))
+        sock.settimeout(_request_time_left(deadline))
         connection.request(request.method, url, None if request.body is None else json.dumps(request.body), headers)
-        reader = _Reader(sock, deadline)
+        reader = _HttpReplyReader(sock, deadline)
         response = http.client.HTTPResponse(sock, method=request.method)
         response.fp.close()
         response.fp = io.BufferedReader(reader)
@@ -97,7 +97,7 @@ def _http_reply(
         connection.close()
 
 
-class _Reader(io.RawIOBase):
+class _HttpReplyReader(io.RawIOBase):
     """Reads a socket until a deadline (rule 1)."""
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
@@ -109,7 +109,7 @@ class _Reader(io.RawIOBase):
 
     def readinto(self, buffer: "Buffer") -> int:
         if self._deadline is not None:
-            self._sock.settimeout(_remaining(self._deadline))
+            self._sock.settimeout(_request_time_left(self._deadline))
         return self._sock.recv_into(memoryview(buffer))
 
     def wait_at_most(self, idle_timeout_s: float | None) -> None:
@@ -118,13 +118,13 @@ class _Reader(io.RawIOBase):
         self._sock.settimeout(idle_timeout_s)
 
 
-def _remaining(deadline: float) -> float:
+def _request_time_left(deadline: float) -> float:
     if (left := deadline - time.monotonic()) <= 0:
         raise TimeoutError("timed out")
     return left
 
 
-def _error_text(body: bytes) -> str:
+def _error_reply_text(body: bytes) -> str:
     try:
         return str(json.loads(body)["error"])
     except (ValueError, RecursionError, TypeError, LookupError):

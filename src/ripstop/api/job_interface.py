@@ -1,4 +1,4 @@
-"""The interface between the API and a job: the job and the nodes of its round, queries to them, rejected requests.
+"""The interface between the API and a job: the job, queries to its nodes, rejected requests.
 
 Rules: (1) a query that a node cannot take in time fails with the reason; (2) a query to many nodes returns each node's
 reply or error.  `agent/query_handler.py` answers the queries.
@@ -59,12 +59,8 @@ class RequestRefused(RipstopError):
         self.status = status
 
 
-def nodes_in_round(status: JobStatus) -> list[NodeStatus]:
-    return [node for node in status.nodes if node.first_rank >= 0]
-
-
 def node_of_rank(status: JobStatus, rank: int) -> NodeStatus:
-    for node in nodes_in_round(status):
+    for node in status.nodes_in_round:
         if node.first_rank <= rank < node.first_rank + node.slots:
             return node
     if not status.world_size:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from ripstop.api.job_interface import JobInterface, RequestRefused
-from ripstop.api.local_jobs import JobRecord, Registration, socket_address
+from ripstop.api.local_jobs import JobRecord, Registration
 from ripstop.model.config import Tls
 from ripstop.model.errors import RipstopError
-from ripstop.system.socket_directory import HeldDirectory
+from ripstop.system.socket_directory import HeldDirectory, socket_address
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -182,7 +182,7 @@ class JobSocket:
 
             if self._runner is None:
                 app = web.Application(client_max_size=MAX_BODY)
-                Api(lambda: self.job, authorize_local_user).mount(app)
+                Api(lambda: self.job, authorize_socket_user).mount(app)
                 runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
                 await runner.setup()
                 self._runner = runner
@@ -191,7 +191,7 @@ class JobSocket:
             log.exception("commands on this machine cannot reach the job")
 
 
-def authorize_local_user(request: "web.Request") -> str:
+def authorize_socket_user(request: "web.Request") -> str:
     """Admit only the job's user and root (rule 1); return who it is."""
     connection = request.transport.get_extra_info("socket") if request.transport else None
     if connection is None:

@@ -7,8 +7,6 @@ readable by this user alone: a file may hold the API's token.
 
 import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -16,7 +14,6 @@ import msgspec
 from ripstop.model.config import Redacted
 
 MAX_FILE_BYTES = 64 * 1024
-MAX_SOCKET_PATH_BYTES = 100  # every system accepts a socket address of this length
 
 
 class JobRecord(Redacted, frozen=True):
@@ -85,16 +82,3 @@ def _read(path: Path) -> JobRecord | None:
     except (OSError, msgspec.DecodeError):
         pass  # removed meanwhile, or not accessible, or of an incompatible version
     return None
-
-
-@contextmanager
-def socket_address(path: Path) -> Iterator[str]:
-    """An address of the Unix socket at this path, even if the path is too long for an address."""
-    if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
-        yield str(path)
-        return
-    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}/{path.name}"
-    finally:
-        os.close(fd)

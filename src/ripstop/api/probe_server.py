@@ -24,7 +24,7 @@ READY_PATHS = ("/readyz", "/ready")
 STATUS_TEXTS = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 
 
-def listen(name: str, host: str | None, port: int) -> socket.socket:
+def listen_for_probes(name: str, host: str | None, port: int) -> socket.socket:
     """Listen on a port of this host, or of all addresses; `name` is the flag of the port."""
     try:
         if host is None:

@@ -106,11 +106,11 @@ def parse_parameters(parameters: Iterable[Parameter], texts: Iterable[tuple[str,
     values: dict[str, Any] = {}
     for name, text in texts:
         if name not in known:
-            raise InvalidRequest(f"{name[:80]!r}: unknown parameter; the parameters are {_names(known)}")
+            raise InvalidRequest(f"{name[:80]!r}: unknown parameter; the parameters are {', '.join(known) or 'none'}")
         if name in values:
             raise InvalidRequest(f"{name} is given twice; remove one")
         values[name] = known[name].parse(text)
-    return _with_defaults(known, values)
+    return _with_request_defaults(known, values)
 
 
 def parse_body(fields: Iterable[Parameter], data: bytes) -> dict[str, Any]:
@@ -124,19 +124,15 @@ def parse_body(fields: Iterable[Parameter], data: bytes) -> dict[str, Any]:
         raise InvalidRequest("the body is not a JSON object; send one such as {}")
     for name in body:
         if name not in known:
-            raise InvalidRequest(f"{name[:80]!r}: unknown field; the fields are {_names(known)}")
-    return _with_defaults(known, {name: known[name].check(value) for name, value in body.items()})
+            raise InvalidRequest(f"{name[:80]!r}: unknown field; the fields are {', '.join(known) or 'none'}")
+    return _with_request_defaults(known, {name: known[name].check(value) for name, value in body.items()})
 
 
-def _with_defaults(known: Mapping[str, Parameter], values: dict[str, Any]) -> dict[str, Any]:
+def _with_request_defaults(known: Mapping[str, Parameter], values: dict[str, Any]) -> dict[str, Any]:
     for parameter in known.values():
         if parameter.required and parameter.name not in values:
             raise InvalidRequest(f"{parameter.name} is missing: {parameter.description}")
     return {name: parameter.default for name, parameter in known.items()} | values
-
-
-def _names(known: Mapping[str, Parameter]) -> str:
-    return ", ".join(known) or "none"
 
 
 # the description ------------------------------------------------------------------------------------------------------

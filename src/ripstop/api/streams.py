@@ -117,7 +117,7 @@ class OpenStreams:
                         return  # rule 1
                 if ending:
                     return
-                if not await _wait(wakeup, KEEPALIVE_INTERVAL_S):
+                if not await _wait_for_wakeup(wakeup, KEEPALIVE_INTERVAL_S):
                     yield ": keepalive\n\n"
 
     async def log(
@@ -127,12 +127,12 @@ class OpenStreams:
 
         `next_chunk` reads the chunk after another; its node waits up to the given seconds for new output.
         """
-        with self._wakeup(journal, lambda entry: _starts(entry, rank)) as workers_started:
+        with self._wakeup(journal, lambda entry: _wakes_log_stream(entry, rank)) as workers_started:
             failed = False  # the last query
             while True:
                 yield chunk["text"]
                 if chunk["end"]:  # of the round's log
-                    await _wait(workers_started, LOG_WAIT_S)
+                    await _wait_for_wakeup(workers_started, LOG_WAIT_S)
                 if self._ending or journal.is_closed:
                     return
                 workers_started.clear()
@@ -141,7 +141,7 @@ class OpenStreams:
                     failed = False
                 except (RequestRefused, QueryFailed):  # between two rounds, or the node is busy
                     chunk, failed = chunk | {"text": "", "end": False}, True
-                    await _wait(workers_started, RETRY_DELAY_S)
+                    await _wait_for_wakeup(workers_started, RETRY_DELAY_S)
 
     @contextmanager
     def _wakeup(self, journal: Journal, matters: Callable[[EventRecord], bool]) -> Iterator[asyncio.Event]:
@@ -160,15 +160,15 @@ def _event_text(number: int, entry: EventRecord) -> str:
     return f"id: {number}\ndata: {json.dumps({'number': number} | to_dict(entry))}\n\n"
 
 
-def _starts(entry: EventRecord, rank: int) -> bool:
+def _wakes_log_stream(entry: EventRecord, rank: int) -> bool:
     """Whether a worker of this rank was started: it has a new log, perhaps on another node."""
     event = entry.event
     return isinstance(event, WorkersStarted) and event.first_rank <= rank < event.first_rank + len(event.pids)
 
 
-async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
+async def _wait_for_wakeup(wakeup: asyncio.Event, timeout_s: float) -> bool:
     try:
         async with asyncio.timeout(timeout_s):
-            return await event.wait()
+            return await wakeup.wait()
     except TimeoutError:
         return False

@@ -26,14 +26,14 @@ def termination_message(why: str, report: JobReport | None) -> str:
         }
         if (culprit := root_cause(report.failures)) is not None:
             worker = f"rank {culprit.rank} on {culprit.host} {how_it_ended(culprit)}"
-            message["culprit"] = ": ".join(filter(None, (worker, _detail(culprit))))
+            message["culprit"] = ": ".join(filter(None, (worker, _culprit_message(culprit))))
     max_characters = MAX_BYTES
     while len(text := json.dumps(_shortened(message, max_characters))) > MAX_BYTES:  # ASCII: a character is a byte
         max_characters //= 2
     return text
 
 
-def _detail(culprit: Failure) -> str:
+def _culprit_message(culprit: Failure) -> str:
     """The worker's own message, or its last line on stderr."""
     if culprit.message not in ("", how_it_ended(culprit)):
         return culprit.message

@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import Struct
 
 from ripstop.api import http_client
-from ripstop.api.local_jobs import JobRecord, job_records, socket_address
+from ripstop.api.local_jobs import JobRecord, job_records
 from ripstop.api.routes import PREFIX
 from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse_mixed
 from ripstop.model.config import COORDINATOR_PORT, Tls
@@ -25,7 +25,7 @@ from ripstop.model.errors import HelpRequested, RipstopError, UsageError
 from ripstop.model.parsers import TLS_CONF, address, identifier, integer, job_secret, key_values, tls
 from ripstop.model.round import Address
 from ripstop.system.network import describe_network_error, enable_keepalive
-from ripstop.system.socket_directory import socket_directories
+from ripstop.system.socket_directory import socket_address, socket_directories
 
 JOB_HELP = """
 which job

@@ -23,13 +23,12 @@ from posixpath import normpath
 import aiohttp
 from aiohttp import web
 
-from ripstop.api.http_api import MAX_BODY, Handler, error_response
+from ripstop.api.http_api import MAX_BODY, Handler, http_error_response
 from ripstop.api.job_interface import RequestRefused
-from ripstop.api.local_jobs import socket_address
 from ripstop.api.page_files import PageFiles
 from ripstop.cli.job_client import RunningJob
 from ripstop.model.errors import RipstopError, UsageError
-from ripstop.system.socket_directory import HeldDirectory
+from ripstop.system.socket_directory import HeldDirectory, socket_address
 
 FORWARDED_REQUEST_HEADERS = ("Accept", "Content-Type", "If-None-Match", "Last-Event-ID")
 FORWARDED_REPLY_HEADERS = ("Allow", "Cache-Control", "Content-Encoding", "Content-Type", "ETag", "WWW-Authenticate")
@@ -61,10 +60,10 @@ class PageProxy:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(token.encode(), self.token.encode()):
             refused = RequestRefused(401, "the token is not this page's; run `ripstop page` again, and use its address")
-            return error_response(refused, close=True)
+            return http_error_response(refused, close=True)
         self.was_used.set()
         if normpath(request.path) != request.path:  # rule 6: the client would remove `..`
-            return error_response(
+            return http_error_response(
                 RequestRefused(404, f"{request.path[:80]}: no such path; use one without `.` and `//`")
             )
         return await self._pass_on(request)
@@ -82,7 +81,7 @@ class PageProxy:
                 return await _copy(reply, request)
         except (RipstopError, aiohttp.ClientError, OSError, TimeoutError) as error:
             await self.close()  # rule 4
-            return error_response(RequestRefused(503, f"the job cannot be reached: {error}; the page tries again"))
+            return http_error_response(RequestRefused(503, f"the job cannot be reached: {error}; the page tries again"))
 
     async def _session(self) -> tuple[RunningJob, aiohttp.ClientSession]:
         async with self._finding:
@@ -122,7 +121,7 @@ async def require_local_host(request: web.Request, handler: Handler) -> web.Stre
     host = request.headers.get("Host", "")
     if not re.fullmatch(LOCAL_HOST, host):
         refused = RequestRefused(403, f"the host must be 127.0.0.1, localhost or [::1], not {host[:80]!r}")
-        return error_response(refused, close=True)
+        return http_error_response(refused, close=True)
     return await handler(request)
 
 

@@ -37,7 +37,7 @@ from ripstop.model.text_formatting import rank_list
 from ripstop.model.usage import NodeSample, StandbySample
 from ripstop.protocol.limits import bounded_record
 from ripstop.protocol.messages import Events, FromAgent, FromCoordinator, Heartbeat, Query, Reply
-from ripstop.telemetry.history import FIRST_INTERVAL_S, History, interval_s
+from ripstop.telemetry.history import FIRST_INTERVAL_S, History, history_interval_s
 from ripstop.telemetry.journal import Journal
 from ripstop.telemetry.metrics import Totals
 from ripstop.telemetry.stderr_log import log_event
@@ -244,7 +244,7 @@ class Coordinator:
 
     def _sampling_interval(self, nodes: int) -> float:
         """Stragglers are looked for several times in their limit, but not so often that it loads a large job."""
-        usual, limits = interval_s(nodes), self.settings.stragglers
+        usual, limits = history_interval_s(nodes), self.settings.stragglers
         if limits.mode is StragglerMode.OFF:
             return usual
         return min(usual, max(limits.seconds / SAMPLES_PER_LIMIT, usual / FIRST_INTERVAL_S))

@@ -22,9 +22,9 @@ from typing import Any
 from ripstop.kubernetes import manifests, reconcile
 from ripstop.kubernetes.kube_client import (
     ApiError,
-    Cluster,
     Conflict,
     Invalid,
+    KubeClient,
     NotFound,
     budgets_path,
     core_path,
@@ -33,7 +33,8 @@ from ripstop.kubernetes.kube_client import (
 from ripstop.kubernetes.manifests import KEY, Owner, new_object
 from ripstop.kubernetes.pods import MAX_MESSAGE_CHARS, is_owned
 from ripstop.kubernetes.reconcile import JOB_REPORTED, Action, Decision, Emit
-from ripstop.kubernetes.spec import Json, Spec, to_timestamp
+from ripstop.kubernetes.spec import Json, Spec
+from ripstop.kubernetes.timestamps import to_timestamp
 from ripstop.model.errors import RipstopError
 
 COMPONENT = "ripstop-operator"
@@ -55,30 +56,30 @@ class StatusRefused(RipstopError):
     """The cluster refuses every status of a job."""
 
 
-def operator_key(cluster: Cluster, home: str) -> bytes:
+def ensure_operator_key(cluster: KubeClient, home: str) -> bytes:
     """The key from which all tokens are derived; created by the first operator."""
     path = core_path(home, "secrets")
     try:
-        return _stored_key(cluster, path)
+        return _stored_operator_key(cluster, path)
     except NotFound:
         key = secrets.token_bytes(32)
         data = {"key": base64.b64encode(key).decode()}
         try:
             cluster.create(path, new_object("v1", "Secret", {"name": KEY, "namespace": home}, data=data))
         except Conflict:  # another operator created it at the same time
-            return _stored_key(cluster, path)
+            return _stored_operator_key(cluster, path)
         except NotFound as error:
             text = f"the operator's namespace {home} does not exist; `ripstop kube install` creates it"
             raise RipstopError(text) from error
         return key
 
 
-def _stored_key(cluster: Cluster, path: str) -> bytes:
+def _stored_operator_key(cluster: KubeClient, path: str) -> bytes:
     return base64.b64decode(cluster.get(f"{path}/{KEY}")["data"]["key"])
 
 
 class ClusterWriter:
-    def __init__(self, cluster: Cluster, key: bytes) -> None:
+    def __init__(self, cluster: KubeClient, key: bytes) -> None:
         self._cluster = cluster
         self._key = key
         self._warned_outdated = False
@@ -234,13 +235,13 @@ def dropped(sent: Any, kept: Any, where: str = "") -> list[str]:
         inner = [dropped(value, kept[name], paths[name]) for name, value in sent.items() if name in kept]
         return [*missing, *chain.from_iterable(inner)]
     if isinstance(sent, list) and isinstance(kept, list):
-        found = _matching(sent, kept)
+        found = _items_kept_by_cluster(sent, kept)
         inner = [dropped(value, found[n], f"{where}[{n}]") for n, value in enumerate(sent) if n in found]
         return [*chain.from_iterable(inner)]
     return []
 
 
-def _matching(sent: list[Any], kept: list[Any]) -> dict[int, Any]:
+def _items_kept_by_cluster(sent: list[Any], kept: list[Any]) -> dict[int, Any]:
     """The response's item for each sent item, by index; ambiguous items are left out."""
     if len(sent) == len(kept):
         return dict(enumerate(kept))

@@ -1,7 +1,7 @@
 """Requests to a Kubernetes API server: objects as plain JSON, a pod's log, and commands in a pod.
 
 The `kubernetes` package handles credentials.  Requests for objects do not use its types, so they work with any version
-of that package and of the cluster.  Calls block.  A `Cluster` may be used from any thread, a `PodStreams` from one.
+of that package and of the cluster.  Calls block.  A `KubeClient` may be used from any thread, a `PodClient` from one.
 """
 
 import asyncio
@@ -48,13 +48,13 @@ class ApiUnreachable(RipstopError):
     """The server did not reply."""
 
 
-class Cluster:
+class KubeClient:
     """A cluster, accessed as the user of KUBECONFIG or as the pod's service account."""
 
     def __init__(self, context: str | None = None, kubeconfig: str | None = None) -> None:
         from kubernetes.client.rest import RESTClientObject
 
-        self._configuration = _configuration(context, kubeconfig)
+        self._configuration = _client_configuration(context, kubeconfig)
         self._configuration.connection_pool_maxsize = MAX_THREADS
         self._pool = RESTClientObject(self._configuration).pool_manager
 
@@ -125,17 +125,17 @@ class Cluster:
         return {"Accept": "application/json", "Content-Type": content_type, "User-Agent": "ripstop"} | auth
 
 
-class PodStreams:
+class PodClient:
     """The log of a pod, and the output of a command in it, which arrives over a WebSocket."""
 
     def __init__(self, context: str | None = None) -> None:
         from kubernetes import client
 
-        self._core = client.CoreV1Api(client.ApiClient(_configuration(context)))
+        self._core = client.CoreV1Api(client.ApiClient(_client_configuration(context)))
 
     def log(self, namespace: str, pod: str, container: str, *, tail: int, follow: bool) -> Iterator[str]:
         """The lines of a container's log; with `follow`, also new ones."""
-        with _pod_errors(pod):
+        with _pod_client_errors(pod):
             response = self._core.read_namespaced_pod_log(
                 pod, namespace, container=container, tail_lines=tail, follow=follow, _preload_content=False
             )
@@ -152,7 +152,7 @@ class PodStreams:
 
         out, err = [], []
         options = {"stdin": False, "stdout": True, "stderr": True, "tty": False, "_preload_content": False}
-        with _pod_errors(pod):
+        with _pod_client_errors(pod):
             call = self._core.connect_get_namespaced_pod_exec
             session = stream(call, pod, namespace, command=list(command), container=container, **options)
             while session.is_open():
@@ -162,7 +162,7 @@ class PodStreams:
             return int(session.returncode or 0), "".join(out), "".join(err)
 
 
-def _configuration(context: str | None, kubeconfig: str | None = None) -> Any:
+def _client_configuration(context: str | None, kubeconfig: str | None = None) -> Any:
     """The user's credentials, or else those of the pod's service account."""
     from kubernetes import client, config
 
@@ -180,7 +180,7 @@ def _configuration(context: str | None, kubeconfig: str | None = None) -> Any:
 
 
 @contextmanager
-def _pod_errors(pod: str) -> Iterator[None]:
+def _pod_client_errors(pod: str) -> Iterator[None]:
     from kubernetes.client.exceptions import ApiException
     from urllib3.exceptions import HTTPError
 

@@ -30,14 +30,14 @@ INSTANCE = "app.kubernetes.io/instance"  # not the label that the operator uses
 MAX_LOST_PODS = 1000  # of an indexed Job
 
 
-def _probe(path: str, **more: int) -> dict[str, Any]:
+def _container_probe(path: str, **more: int) -> dict[str, Any]:
     return {"httpGet": {"path": path, "port": PROBE_PORT}, "timeoutSeconds": 5, **more}
 
 
 PROBES = {  # one hour until the agent starts; then one minute until a hanging agent is killed
-    "startupProbe": _probe("/livez", periodSeconds=1, failureThreshold=3600),
-    "livenessProbe": _probe("/livez", periodSeconds=10, failureThreshold=6),
-    "readinessProbe": _probe("/readyz", periodSeconds=2, failureThreshold=3),
+    "startupProbe": _container_probe("/livez", periodSeconds=1, failureThreshold=3600),
+    "livenessProbe": _container_probe("/livez", periodSeconds=10, failureThreshold=6),
+    "readinessProbe": _container_probe("/readyz", periodSeconds=2, failureThreshold=3),
 }
 
 

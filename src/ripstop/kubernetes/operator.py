@@ -26,12 +26,12 @@ from typing import Any
 from msgspec import Struct, field
 
 from ripstop.kubernetes import kube_client
-from ripstop.kubernetes.cluster_writer import ClusterWriter, CreationRefused, StatusRefused, operator_key
+from ripstop.kubernetes.cluster_writer import ClusterWriter, CreationRefused, StatusRefused, ensure_operator_key
 from ripstop.kubernetes.job_poller import POLL_INTERVAL_S, JobApi, JobPoller
-from ripstop.kubernetes.kube_client import MAX_THREADS, Cluster, Conflict, NotFound, core_path, in_thread, jobs_path
+from ripstop.kubernetes.kube_client import MAX_THREADS, Conflict, KubeClient, NotFound, core_path, in_thread, jobs_path
 from ripstop.kubernetes.manifests import JOB, Owner
 from ripstop.kubernetes.pods import coordinator_pod_addresses, node_of, read_pods, unreachable_since
-from ripstop.kubernetes.reconcile import CreatePod, Decision, ResizeJob, decide, read_job
+from ripstop.kubernetes.reconcile import CreatePod, Decision, ResizeJob, decide, job_to_reconcile
 from ripstop.kubernetes.spec import GROUP, PLURAL, VERSION, Json
 from ripstop.model.errors import RipstopError
 
@@ -80,7 +80,7 @@ class TrackedJob(Struct):
 class Operator:
     """Reconciles all jobs."""
 
-    def __init__(self, cluster: Cluster, key: bytes, api: JobApi) -> None:
+    def __init__(self, cluster: KubeClient, key: bytes, api: JobApi) -> None:
         self._cluster = cluster
         self._writer = ClusterWriter(cluster, key)
         self._api = api
@@ -170,7 +170,7 @@ class Operator:
         tracked.nodes = frozenset(filter(None, map(node_of, pods)))
         tracked.reset_for(item["metadata"]["uid"])
         telemetry, unreachable = tracked.telemetry
-        job = read_job(
+        job = job_to_reconcile(
             item if tracked.refused_status is None else item | {"status": tracked.refused_status},
             telemetry=telemetry,
             refused=tracked.refused,
@@ -235,14 +235,14 @@ def run_operator(namespace: str | None, api: JobApi, *, home: str, health: str |
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     for noisy in ("kopf", "aiohttp.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    cluster = Cluster()
-    operator = Operator(cluster, operator_key(cluster, home), api)
+    cluster = KubeClient()
+    operator = Operator(cluster, ensure_operator_key(cluster, home), api)
     if namespace is not None:
         _check_definition(cluster, namespace)
     asyncio.run(_watch(cluster, operator, namespace, health))
 
 
-def _check_definition(cluster: Cluster, namespace: str) -> None:
+def _check_definition(cluster: KubeClient, namespace: str) -> None:
     """An operator of one namespace is not notified when the definition is installed."""
     try:
         cluster.get(jobs_path(namespace), limit="1")
@@ -250,7 +250,7 @@ def _check_definition(cluster: Cluster, namespace: str) -> None:
         raise RipstopError("this cluster has no ElasticJob definition; `ripstop kube install` creates it") from error
 
 
-async def _watch(cluster: Cluster, operator: Operator, namespace: str | None, health: str | None) -> None:
+async def _watch(cluster: KubeClient, operator: Operator, namespace: str | None, health: str | None) -> None:
     import kopf
 
     async def on_login(**_: Any) -> Any:

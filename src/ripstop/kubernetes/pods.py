@@ -13,7 +13,8 @@ from typing import Any
 from msgspec import Struct
 
 from ripstop.kubernetes.manifests import SLOT, Owner
-from ripstop.kubernetes.spec import Json, to_seconds
+from ripstop.kubernetes.spec import Json
+from ripstop.kubernetes.timestamps import to_seconds
 
 MAX_MESSAGE_CHARS = 1024  # of a message in the status
 WAITING_ERRORS = (
@@ -143,7 +144,7 @@ def deletion_reason(pod: Pod | None) -> tuple[str, str]:
 
 def read_pods(items: Iterable[Json], owner: Owner, unreachable: Mapping[str, float]) -> list[Pod]:
     """The job's pods (rule 1).  `unreachable` maps nodes to the time of their last contact."""
-    return [_pod(item, slot, unreachable) for slot, item in _by_slot(items, owner)]
+    return [_read_pod(item, slot, unreachable) for slot, item in _by_slot(items, owner)]
 
 
 def coordinator_pod_addresses(items: Iterable[Json], owner: Owner, *, elected: bool) -> list[str]:
@@ -165,7 +166,7 @@ def node_of(item: Json) -> str:
 
 def unreachable_since(node: Json) -> float | None:
     """When an unreachable node was last in contact; None if it is reachable (rule 3)."""
-    ready = _condition(node, "Ready", "Unknown")
+    ready = _pod_or_node_condition(node, "Ready", "Unknown")
     since = ready.get("lastTransitionTime")
     return to_seconds(since) if since else None
 
@@ -177,10 +178,10 @@ def _by_slot(items: Iterable[Json], owner: Owner) -> Iterator[tuple[int, Json]]:
             yield int(slot), item
 
 
-def _pod(item: Json, slot: int, unreachable: Mapping[str, float]) -> Pod:
+def _read_pod(item: Json, slot: int, unreachable: Mapping[str, float]) -> Pod:
     metadata, status = item["metadata"], item.get("status") or {}
     end = _trainer_end(item)
-    waiting = _waiting(item)
+    waiting = _waiting_container(item)
     phase = status.get("phase") or "Pending"
     if end and phase in ("Pending", "Running"):  # rule 2
         phase = "Succeeded" if end.get("exitCode") == 0 else "Failed"
@@ -188,16 +189,16 @@ def _pod(item: Json, slot: int, unreachable: Mapping[str, float]) -> Pod:
     failed_init: Json = _failed_init(item) if phase == "Failed" and not end else {}
     reason = end.get("reason") or failed_init.get("reason") or ""
     detail = status.get("message") or waiting.get("message") or failed_init.get("message") or ""
-    unplaced = _condition(item, "PodScheduled", "False")
+    unplaced = _pod_or_node_condition(item, "PodScheduled", "False")
     is_unschedulable = unplaced.get("reason") == "Unschedulable"
-    disrupted = _condition(item, "DisruptionTarget", "True")
+    disrupted = _pod_or_node_condition(item, "DisruptionTarget", "True")
     return Pod(
         name=metadata["name"],
         slot=slot,
         uid=metadata["uid"],
         phase=phase,
         created=to_seconds(metadata["creationTimestamp"]),
-        ready=not over and bool(_condition(item, "Ready", "True")),
+        ready=not over and bool(_pod_or_node_condition(item, "Ready", "True")),
         deleting="deletionTimestamp" in metadata,
         exit_code=end.get("exitCode"),
         finished=to_seconds(end["finishedAt"]) if end.get("finishedAt") else None,
@@ -219,7 +220,7 @@ def _trainer_end(item: Json) -> Json:
     return next(ends, None) or {}
 
 
-def _waiting(item: Json) -> Json:
+def _waiting_container(item: Json) -> Json:
     """Why a container does not start; init containers first."""
     for _, state in _states(item, "initContainerStatuses", "containerStatuses"):
         waiting: Json = state.get("waiting") or {}
@@ -245,7 +246,7 @@ def _states(item: Json, *kinds: str) -> Iterator[tuple[str, Json]]:
             yield container["name"], container.get("state") or {}
 
 
-def _condition(item: Json, kind: str, status: str) -> Json:
+def _pod_or_node_condition(item: Json, kind: str, status: str) -> Json:
     """The condition, if it has this status; else empty."""
     conditions: Sequence[Json] = (item.get("status") or {}).get("conditions") or ()
     return next((each for each in conditions if (each["type"], each.get("status")) == (kind, status)), {})

@@ -32,7 +32,8 @@ from msgspec import Struct, field
 
 from ripstop.kubernetes.manifests import JOB, UID, Owner, pod_name
 from ripstop.kubernetes.pods import CANNOT_START, MAX_MESSAGE_CHARS, Pod, deletion_reason, parse_object
-from ripstop.kubernetes.spec import FIELDS, PORT, Json, Spec, SpecProblem, changed, read, to_seconds, to_timestamp
+from ripstop.kubernetes.spec import FIELDS, PORT, Json, Spec, SpecProblem, changed, read
+from ripstop.kubernetes.timestamps import to_seconds, to_timestamp
 
 QUICK_FAILURE_S = 60.0  # a pod that lives shorter failed quickly
 MAX_REPLACE_DELAY_S = 300.0
@@ -112,7 +113,7 @@ class Decision(Struct, frozen=True):
     requeue_after: float | None = None  # seconds
 
 
-def read_job(item: Json, **known: Any) -> ElasticJob:
+def job_to_reconcile(item: Json, **known: Any) -> ElasticJob:
     """The job of this object; `known` is what the operator knows about it."""
     metadata = item["metadata"]
     return ElasticJob(

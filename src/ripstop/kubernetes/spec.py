@@ -1,4 +1,4 @@
-"""The fields of an ElasticJob, once for the schema, the operator and the documentation; timestamps.  Pure.
+"""The fields of an ElasticJob, once for the schema, the operator and the documentation.  Pure.
 
 `FIELDS` is the table of plain fields.  `read` parses a `Spec` or lists the problems.  The schema catches most
 errors when an object is written.  Old clusters do not check rules between two fields, so `read` checks everything
@@ -7,7 +7,6 @@ again.
 
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Any
 
 from msgspec import Struct, convert, field
@@ -228,12 +227,3 @@ def _template_problems(template: Any) -> list[SpecProblem]:
     if not containers:
         return [SpecProblem("spec.template.spec.containers", "needs a container that runs `ripstop run`")]
     return []
-
-
-def to_timestamp(seconds: float) -> str:
-    """A Kubernetes timestamp from seconds since the epoch."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def to_seconds(timestamp: str) -> float:
-    return datetime.fromisoformat(timestamp).timestamp()

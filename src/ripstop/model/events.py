@@ -177,8 +177,8 @@ class Recovered(EventBase, frozen=True):
     """This node's workers run again.  `kept` of them kept their process (in-place recovery).
 
     The four phases are in seconds; a phase that was skipped is 0.  `detect`: from the fault until the agent noticed it.
-    `decide`: until the agent received its next round.  `stop`: until all old workers had exited.  `start`: until the
-    new workers ran.
+    `decide`: until the agent received the coordinator's decision.  `stop`: until all old workers had exited.  `start`:
+    until the new workers ran.  If the node waited between `stop` and `start`, `decide` includes this wait.
     """
 
     round: Int64
@@ -246,11 +246,12 @@ class WorkerFailed(EventBase, frozen=True):
 
 
 class WorkerEvidence(EventBase, frozen=True):
-    """Evidence of a worker that failed or hangs.  A node records it only for its first workers in a round.
+    """Evidence of a worker that failed, or of a worker in a round that hangs.
 
-    `failed_at` is the time of the exception, of the exit or of the last progress.  `exitcode` is -1 if there is no exit
-    code.  `oom` says whether the kernel killed the worker because memory ran out.  `files` are the log directory,
-    the error file and the file of stacks, if they exist.  If the round hangs, `traceback` is the stack of the worker.
+    In each round, a node records at most 8 of these events for failures, and at most 8 for a hang.  `failed_at` is the
+    time of the exception, of the exit or of the last progress.  `exitcode` is -1 if there is no exit code.  `oom` says
+    whether the kernel killed the worker because memory ran out.  `files` are the log directory, the error file and the
+    file of stacks, if they exist.  If the round hangs, `hangs` is true, and `traceback` is the stack of the worker.
     `sign` is the symptom; it is empty if the worker waits for others.  `collectives` is the worker's position according
     to torch's flight recorder.
     """

@@ -21,7 +21,7 @@ class JobStarted(EventBase, frozen=True):
 
 
 class NodeJoined(EventBase, frozen=True):
-    """A node joined the job.  It may not be ready yet."""
+    """A node with `slots` workers (`--nproc-per-node`) joined the job.  It may not be ready yet."""
 
     name: str
     host: str
@@ -166,7 +166,10 @@ class StragglerDetected(EventBase, frozen=True):
 
 
 class StragglerEnded(EventBase, frozen=True):
-    """The other ranks do not wait for these ranks any more, or their round has ended."""
+    """The other ranks do not wait for these ranks any more, or their round has ended.
+
+    `seconds` is the time since `straggler_detected`.
+    """
 
     round: Int64
     name: str
@@ -207,9 +210,10 @@ class JobClosed(EventBase, frozen=True):
 
 
 class StateReplicated(EventBase, frozen=True):
-    """For every node of the round, another node has a copy of its part of this commit.
+    """Every node of the round has copied its part of a commit to another node.
 
-    The event is recorded for the first such commit of a round.
+    `state` is the name of the `train.State`, and `commit` is the number of the commit.  The event is recorded for the
+    first such commit of a round.
     """
 
     round: Int64

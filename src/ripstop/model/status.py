@@ -110,3 +110,7 @@ class JobStatus(Struct, frozen=True):
     restored_from: tuple[str, ...] = ()
     stragglers: tuple[StragglerStatus, ...] = ()
     kept: int | None = None
+
+    @property
+    def nodes_in_round(self) -> list[NodeStatus]:
+        return [node for node in self.nodes if node.first_rank >= 0]

@@ -1,4 +1,4 @@
-"""Prepare text from outside for logs, files and messages: clean, truncate, encode.  Pure."""
+"""Prepare text from outside for logs, files and messages: clean, truncate, encode; numbers as texts.  Pure."""
 
 import json
 import re
@@ -12,6 +12,7 @@ import msgspec
 _ESCAPES = r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b."
 _CONTROLS = r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
 _VISIBLE_CONTROLS = {code: "?" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
+MAX_DURATION_S = 1e12  # more is no duration: a broken clock, or a number of another program
 
 
 def clean(text: str) -> str:
@@ -97,6 +98,40 @@ def format_table(rows: Sequence[Sequence[str]], head: Sequence[str]) -> str:
     )
 
 
+def duration(seconds: float) -> str:
+    """`38 ms`, `4.2 s`, `3 min 20 s`, `1 h 12 min`, `2 d 3 h`."""
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
+    if seconds < 0.0005:
+        return "0"
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    if not seconds < MAX_DURATION_S:
+        return f"{seconds:g} s"
+    whole = round(seconds)
+    for size, unit, smaller, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            rest = whole % size // smaller
+            return f"{whole // size} {unit}" + (f" {rest} {small}" if rest else "")
+    return f"{whole} s"
+
+
+def elapsed(seconds: float) -> str:
+    """`8 s`, `3 min 20 s`, `1 h 12 min`."""
+    return duration(int(seconds)) if seconds >= 10 else f"{int(seconds)} s"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def percent(share: float) -> str:
+    """`97.3 %`, and never `100 %` for less."""
+    return f"{share:.0%}" if share in (0.0, 1.0) else f"{min(99.9, share * 100):.1f}%"
+
+
 def rank_list(ranks: Sequence[int]) -> str:
     """`rank 3`, or `ranks 0,1,4-7`, from sorted numbers."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
@@ -123,16 +158,6 @@ def consecutive(numbers: Sequence[int]) -> list[list[int]]:
         else:
             runs.append([number])
     return runs
-
-
-def elapsed(seconds: float) -> str:
-    """`8 s`, `3 min 20 s`, `1 h 12 min`."""
-    whole = int(seconds)
-    for size, unit, smaller, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            rest = whole % size // smaller
-            return f"{whole // size} {unit}" + (f" {rest} {small}" if rest else "")
-    return f"{whole} s"
 
 
 def signal_name(number: int) -> str:

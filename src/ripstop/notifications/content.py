@@ -16,8 +16,7 @@ from ripstop.model.events import EventRecord, RoundEndCause
 from ripstop.model.failure import Failure, how_it_ended
 from ripstop.model.redaction import without_secrets
 from ripstop.model.round import Outcome
-from ripstop.model.text_formatting import clean, truncate
-from ripstop.report.formats import duration
+from ripstop.model.text_formatting import clean, duration, truncate
 
 MAX_FAILURES = 64  # of a round that are kept to find the root cause
 MAX_WHY = 500

@@ -97,7 +97,7 @@ class Webhook:
             if self._closing.is_set():
                 return
 
-    def _deliver(self, send: "Callable[[bytes], Reply]", message: Notification) -> bool:
+    def _deliver(self, send: "Callable[[bytes], WebhookReply]", message: Notification) -> bool:
         body = msgspec.json.encode(message)
         delay = FIRST_DELAY_S
         for attempt in range(1, MAX_ATTEMPTS + 1):
@@ -123,7 +123,7 @@ class Webhook:
             log.warning("a notification was not accepted by %s: %s; the job continues", self._host, problem)
 
 
-class Reply(msgspec.Struct, frozen=True):
+class WebhookReply(msgspec.Struct, frozen=True):
     """The result of one request; `problem` is empty if the message was accepted."""
 
     problem: str = ""
@@ -135,7 +135,7 @@ class Reply(msgspec.Struct, frozen=True):
         return not self.problem
 
 
-def _sender(url: str) -> Callable[[bytes], Reply]:
+def _sender(url: str) -> Callable[[bytes], WebhookReply]:
     """A function that sends one body; it raises nothing.  The standard library's proxies and certificates apply."""
     import http.client  # only if there is a message
     import urllib.error
@@ -148,20 +148,20 @@ def _sender(url: str) -> Callable[[bytes], Reply]:
     opener: OpenerDirector = urllib.request.build_opener(NoRedirect)
     headers = {"Content-Type": "application/json", "User-Agent": f"ripstop/{__version__}"}
 
-    def send(body: bytes) -> Reply:
+    def send(body: bytes) -> WebhookReply:
         request = urllib.request.Request(url, body, headers, method="POST")
         try:
             with opener.open(request, timeout=REQUEST_TIMEOUT_S) as response:
                 response.read(MAX_REPLY_BYTES)
-            return Reply()
+            return WebhookReply()
         except urllib.error.HTTPError as error:
             with error:
                 wait = error.headers.get("Retry-After", "")
             is_temporary = error.code >= 500 or error.code in RETRIED_STATUS
-            return Reply(f"HTTP {error.code}", is_temporary, float(wait) if wait.isdecimal() else 0.0)
+            return WebhookReply(f"HTTP {error.code}", is_temporary, float(wait) if wait.isdecimal() else 0.0)
         except urllib.error.URLError as error:
-            return Reply(f"{getattr(error.reason, 'strerror', None) or error.reason}", is_temporary=True)
+            return WebhookReply(f"{getattr(error.reason, 'strerror', None) or error.reason}", is_temporary=True)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            return Reply(f"{getattr(error, 'strerror', None) or type(error).__name__}", is_temporary=True)
+            return WebhookReply(f"{getattr(error, 'strerror', None) or type(error).__name__}", is_temporary=True)
 
     return send

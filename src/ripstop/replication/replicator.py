@@ -43,8 +43,15 @@ from zlib import crc32
 
 from msgspec import Struct
 
-from ripstop.commit_memory import HEAD_BYTES, IS_REPLICATED, CommitId, Header, NotEnoughMemory, create_memory
-from ripstop.commit_memory import read_header as read_whole_header
+from ripstop.commit_memory import (
+    HEAD_BYTES,
+    IS_REPLICATED,
+    CommitId,
+    Header,
+    NotEnoughMemory,
+    create_memory,
+    unpack_commit_header,
+)
 from ripstop.model.config import Tls
 from ripstop.replication import MAX_CONTROL_BYTES
 from ripstop.replication.peer_connection import IDLE_TIMEOUT_S, PeerConnection, PeerError, accept, connect
@@ -296,7 +303,7 @@ def _expect_ok(peer: PeerConnection) -> None:
 
 def read_header(buffer: mmap.mmap, run: int) -> Header | None:
     """The header of a complete commit."""
-    header = read_whole_header(buffer[:HEAD_BYTES], run) if len(buffer) >= HEAD_BYTES else None
+    header = unpack_commit_header(buffer[:HEAD_BYTES], run) if len(buffer) >= HEAD_BYTES else None
     return header if header is not None and HEAD_BYTES <= header.end <= len(buffer) else None
 
 

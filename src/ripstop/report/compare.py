@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 
-from ripstop.report.formats import duration, percent
+from ripstop.model.text_formatting import duration, percent
 from ripstop.report.model import Phases, Report
 
 
@@ -24,7 +24,7 @@ def compare(a: Report, b: Report) -> tuple[Figure, ...]:
 
 
 def _figures(a: Report, b: Report) -> Iterator[Figure]:
-    for name, text in (("result", _result), ("program", _program), ("versions", _versions)):
+    for name, text in (("result", _compared_result), ("program", _compared_program), ("versions", _compared_versions)):
         yield Figure(name, text(a), text(b), text(a), text(b), "" if text(a) == text(b) else "differs")
     yield _figure("goodput", a.summary.goodput, b.summary.goodput, percent, _points)
     yield _seconds("duration", a.summary.seconds, b.summary.seconds)
@@ -50,15 +50,15 @@ def _figures(a: Report, b: Report) -> Iterator[Figure]:
         yield _seconds(f"lost to {cause.replace('_', ' ')}", *(_lost(report, cause) for report in (a, b)))
 
 
-def _result(report: Report) -> str:
+def _compared_result(report: Report) -> str:
     return report.summary.result.value
 
 
-def _program(report: Report) -> str:
+def _compared_program(report: Report) -> str:
     return "; ".join(report.programs)
 
 
-def _versions(report: Report) -> str:
+def _compared_versions(report: Report) -> str:
     return ", ".join(f"{one.name} {one.value}" for one in report.versions if one.name != "kernel")
 
 

@@ -45,7 +45,7 @@ def collect_facts(records: Iterable[EventRecord]) -> "Facts":
     return facts
 
 
-class FailedWorker(Struct):
+class FailedWorkerFacts(Struct):
     """A worker that failed: its event, and its evidence if it was recorded."""
 
     rank: int
@@ -78,7 +78,7 @@ class RoundFacts(Struct):
     decision: str = ""
     hang: events.HangDiagnosed | None = None
     departure: tuple[str, str] | None = None  # the first node that left or was lost, and why
-    workers: dict[int, FailedWorker] = field(default_factory=dict)
+    workers: dict[int, FailedWorkerFacts] = field(default_factory=dict)
     failures: int = 0
 
     def phases(self, previous: "RoundFacts | None") -> Phases:
@@ -122,7 +122,7 @@ class Facts:
         self.charged = 0
         self.worker_failures = 0
         self.lost_nodes = 0
-        self._evidence: deque[tuple[FailedWorker, int]] = deque()
+        self._evidence: deque[tuple[FailedWorkerFacts, int]] = deque()
         self._evidence_chars = 0
         self.nodes: dict[str, NodeReport] = {}
         self.node_count = 0
@@ -224,7 +224,7 @@ class Facts:
 
     def _act(self, at: float, kind: str, text: str) -> None:
         self.action_count += 1
-        self.actions.append(Action(at, kind, _short(text)))
+        self.actions.append(Action(at, kind, _short_fact(text)))
 
     # nodes ------------------------------------------------------------------------------------------------------------
 
@@ -255,7 +255,7 @@ class Facts:
         self.lost_nodes += event.lost
         if event.lost:
             self._act(record.at, "node lost", f"node {event.name} {event.why}")
-        self._change_node(event.name, gone_at=record.at, is_lost=event.lost, why_gone=_short(event.why))
+        self._change_node(event.name, gone_at=record.at, is_lost=event.lost, why_gone=_short_fact(event.why))
         self._depart(event.name, event.why)
 
     def _depart(self, name: str, why: str) -> None:
@@ -263,11 +263,13 @@ class Facts:
             self.departed.setdefault(name, why)
         round = self.rounds.get(self.highest_round)
         if round is not None and round.departure is None:
-            round.departure = (name, _short(why))
+            round.departure = (name, _short_fact(why))
 
     def _on_unhealthy(self, record: EventRecord, event: events.NodeUnhealthy) -> None:
         if node := self.nodes.get(event.name):
-            self._change_node(event.name, unhealthy=node.unhealthy + 1, problems=tuple(map(_short, event.problems[:8])))
+            self._change_node(
+                event.name, unhealthy=node.unhealthy + 1, problems=tuple(map(_short_fact, event.problems[:8]))
+            )
         self._act(record.at, "unhealthy", f"node {event.name} is unhealthy: {'; '.join(event.problems[:8])}")
 
     def _on_healthy(self, record: EventRecord, event: events.NodeHealthy) -> None:
@@ -324,7 +326,7 @@ class Facts:
         self.recent = None
         if round := self._round(event.round, record.at):
             round.formed_at, round.nodes, round.world_size = record.at, len(event.nodes), event.world_size
-            round.why = _short(event.why)
+            round.why = _short_fact(event.why)
         self.node_rounds.update(name for name in event.nodes if name in self.nodes)
 
     def _on_found(self, record: EventRecord, event: events.RoundFound) -> None:
@@ -338,7 +340,7 @@ class Facts:
 
     def _end_round(self, round: RoundFacts | None, at: float, cause: str, why: str) -> None:
         if round is not None and round.ended_at is None:
-            round.ended_at, round.cause, round.why_ended = at, _short(cause), _short(why)
+            round.ended_at, round.cause, round.why_ended = at, _short_fact(cause), _short_fact(why)
 
     def _on_charged(self, record: EventRecord, event: events.BudgetCharged) -> None:
         if round := self._round(event.round, record.at):
@@ -350,17 +352,17 @@ class Facts:
 
     def _on_diagnosed(self, record: EventRecord, event: events.HangDiagnosed) -> None:
         if round := self._round(event.round, record.at):
-            round.hang = replace(event, suspects=event.suspects[:MAX_FAILURES], why=_short(event.why))
+            round.hang = replace(event, suspects=event.suspects[:MAX_FAILURES], why=_short_fact(event.why))
 
     def _on_straggler(self, record: EventRecord, event: events.StragglerDetected) -> None:
         self.straggler_count += 1
         ranks, times = event.ranks[:MAX_STRAGGLER_RANKS], (event.step_time, event.median)
         self.stragglers.append(
-            StragglerReport(event.round, _short(event.name), ranks, record.at, *times, _short(event.why))
+            StragglerReport(event.round, _short_fact(event.name), ranks, record.at, *times, _short_fact(event.why))
         )
 
     def _on_straggler_ended(self, record: EventRecord, event: events.StragglerEnded) -> None:
-        ended = event.round, _short(event.name), event.ranks[:MAX_STRAGGLER_RANKS]
+        ended = event.round, _short_fact(event.name), event.ranks[:MAX_STRAGGLER_RANKS]
         for number, found in enumerate(self.stragglers):
             if (found.round, found.node, found.ranks) == ended and found.ended_at is None:
                 self.stragglers[number] = replace(found, ended_at=record.at)
@@ -369,7 +371,7 @@ class Facts:
         if round := self._round(event.round, record.at - event.seconds):
             round.world_size = round.world_size or event.world_size
             round.nodes = round.nodes or 1
-            round.why = round.why or _short(event.why)
+            round.why = round.why or _short_fact(event.why)
             round.started = max(round.started, event.seconds)
         if len(self._pauses) < MAX_NODES or record.node in self._pauses:
             self._pauses[record.node] = event.pause
@@ -407,7 +409,7 @@ class Facts:
 
     # failures ---------------------------------------------------------------------------------------------------------
 
-    def _worker(self, record: EventRecord, number: int, rank: int, why: str, pid: int) -> FailedWorker | None:
+    def _worker(self, record: EventRecord, number: int, rank: int, why: str, pid: int) -> FailedWorkerFacts | None:
         round = self._round(number, record.at)
         if round is None:
             return None
@@ -415,7 +417,7 @@ class Facts:
         if worker is None:
             round.failures += 1
             if len(round.workers) < MAX_FAILURES:
-                worker = round.workers[rank] = FailedWorker(rank, record.node, record.at, _short(why), pid)
+                worker = round.workers[rank] = FailedWorkerFacts(rank, record.node, record.at, _short_fact(why), pid)
         return worker
 
     def _on_failed(self, record: EventRecord, event: events.WorkerFailed) -> None:
@@ -468,6 +470,6 @@ def add_loss(losses: dict[str, Loss], ended: RoundFacts, phases: Phases, steps: 
     )
 
 
-def _short(text: str) -> str:
+def _short_fact(text: str) -> str:
     """A text that is kept: a file may be anybody's."""
     return truncate(text, MAX_TEXT)

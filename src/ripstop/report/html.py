@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+from ripstop.model.text_formatting import count, duration, percent
 from ripstop.report.builder import STARTUP
-from ripstop.report.formats import count, duration, moment, moment_range, percent
 from ripstop.report.model import (
     Incident,
     JobResult,
@@ -24,6 +24,7 @@ from ripstop.report.model import (
     StragglerReport,
     WorkerReport,
 )
+from ripstop.report.moments import moment, moment_range
 from ripstop.report.safe_text import safe
 from ripstop.report.timeline import timeline
 
@@ -107,7 +108,8 @@ def _head(report: Report) -> Iterator[str]:
     if summary.cause:
         yield f'<p class="cause"><strong>{safe(summary.cause, 500)}</strong></p>'
     if summary.why != summary.cause:
-        yield f'<p class="soft">{safe(_sentence(summary.why), 1000)}</p>'
+        sentence = f"{summary.why[:1].upper()}{summary.why[1:]}" + ("" if summary.why.endswith(".") else ".")
+        yield f'<p class="soft">{safe(sentence, 1000)}</p>'
     yield '<dl class="facts">'
     yield from _facts(report)
     yield "</dl>\n</header>"
@@ -144,10 +146,10 @@ def _timeline(report: Report) -> Iterator[str]:
     kinds += [("repeated", "steps that were repeated")] if report.time.repeated_steps else []
     kinds += [("fault", "failure")] if report.incidents else []
     kinds += [("event", "other event")] if report.actions else []
-    yield _legend(kinds) + "</section>"
+    yield _html_legend(kinds) + "</section>"
 
 
-def _legend(kinds: Iterable[tuple[str, str]]) -> str:
+def _html_legend(kinds: Iterable[tuple[str, str]]) -> str:
     items = (f'<span><i class="k-{kind}"></i>{safe(text)}</span>' for kind, text in kinds)
     return f'<div class="legend">{"".join(items)}</div>'
 
@@ -238,13 +240,13 @@ def _folded(title: str, text: str, is_open: bool = False) -> str:
 def _victims(incident: Incident) -> Iterator[str]:
     more = f", {len(incident.victims)} are listed" if len(incident.victims) < incident.victim_count else ""
     yield f"<details><summary>{count(incident.victim_count, 'other failure')}, because of it{more}</summary>"
-    rows = ([str(victim.rank), victim.host or victim.node, _what(victim)] for victim in incident.victims)
-    yield _table(("rank", "host", "what"), rows, numeric={0}, wide={2})
+    yield _table(("rank", "host", "what"), map(_victim_row, incident.victims), numeric={0}, wide={2})
     yield "</details>"
 
 
-def _what(worker: WorkerReport) -> str:
-    return worker.how if worker.message in ("", worker.how) else f"{worker.how}: {worker.message}"
+def _victim_row(worker: WorkerReport) -> list[str]:
+    what = worker.how if worker.message in ("", worker.how) else f"{worker.how}: {worker.message}"
+    return [str(worker.rank), worker.host or worker.node, what]
 
 
 # time -----------------------------------------------------------------------------------------------------------------
@@ -267,14 +269,14 @@ def _time(report: Report) -> Iterator[str]:
     shares = [part for part in shares if part[-1] >= 0.0005]
     bars = (f'<span class="k-{css}" style="flex:{share:.4f}"></span>' for css, _, _, share in shares)
     yield f'<div class="split" role="img" aria-label="Shares of the time">{"".join(bars)}</div>'
-    yield _legend((css, f"{name} {percent(share)} ({duration(seconds)})") for css, name, seconds, share in shares)
+    yield _html_legend((css, f"{name} {percent(share)} ({duration(seconds)})") for css, name, seconds, share in shares)
     if time.losses:
         yield "<h2>Time lost, by cause and phase</h2>"
-        yield _losses(time.losses)
+        yield _losses_table(time.losses)
     yield "</section>"
 
 
-def _losses(losses: Sequence[Loss]) -> str:
+def _losses_table(losses: Sequence[Loss]) -> str:
     names = [name for name in Phases.__struct_fields__ if any(getattr(loss.phases, name) for loss in losses)]
     has_repeated = any(loss.repeated for loss in losses)
     repeated = ("repeated steps",) if has_repeated else ()
@@ -296,12 +298,12 @@ def _rounds(report: Report) -> Iterator[str]:
     yield f"<section><h2>Rounds <small>{count(report.summary.rounds, 'round')}</small></h2>"
     shown = report.rounds[-MAX_ROWS:]
     head = ("round", "began", "trained", "workers", "nodes", "steps", "s/step", "down before", "ended because")
-    yield _table(head, map(_round, shown), numeric={0, 2, 3, 4, 5, 6, 7}, wide={8}, fixed={1})
+    yield _table(head, map(_round_row, shown), numeric={0, 2, 3, 4, 5, 6, 7}, wide={8}, fixed={1})
     yield _left_out(report.summary.rounds - len(shown), "earlier rounds")
     yield "</section>"
 
 
-def _round(round: RoundReport) -> list[str]:
+def _round_row(round: RoundReport) -> list[str]:
     steps = "" if round.last_step is None else f"{round.first_step:,} – {round.last_step:,}"
     why = CAUSES.get(round.cause, round.cause)
     return [
@@ -324,12 +326,12 @@ def _nodes(report: Report) -> Iterator[str]:
     ordered = sorted(report.nodes, key=lambda n: (-n.root_causes, -n.is_lost, -n.unhealthy, -n.worker_failures))
     shown = ordered[:MAX_ROWS]
     head = ("node", "host", "workers", "rounds", "failures", "root causes", "health", "state")
-    yield _table(head, map(_node, shown), numeric={2, 3, 4, 5}, wide={7})
+    yield _table(head, map(_node_row, shown), numeric={2, 3, 4, 5}, wide={7})
     yield _left_out(report.summary.nodes - len(shown), "nodes with fewer failures")
     yield "</section>"
 
 
-def _node(node: NodeReport) -> list[str]:
+def _node_row(node: NodeReport) -> list[str]:
     health = f"✕ unhealthy {node.unhealthy}×: {'; '.join(node.problems)}" if node.unhealthy else "✓ healthy"
     health += f"; quarantined {node.quarantines}×" if node.quarantines else ""
     state = "✓ in the job" if node.gone_at is None else f"✕ {node.why_gone}" if node.is_lost else node.why_gone
@@ -343,12 +345,12 @@ def _stragglers(report: Report) -> Iterator[str]:
     yield f"<section><h2>Stragglers <small>{count(len(report.stragglers), 'straggler')}</small></h2>"
     shown = report.stragglers[-MAX_ROWS:]
     head = ("found", "until", "round", "node", "ranks", "step", "without it", "evidence")
-    yield _table(head, map(_straggler, shown), numeric={2, 5, 6}, wide={7}, fixed={0, 1})
+    yield _table(head, map(_straggler_row, shown), numeric={2, 5, 6}, wide={7}, fixed={0, 1})
     yield _left_out(report.omitted.get("stragglers", 0) + len(report.stragglers) - len(shown), "earlier stragglers")
     yield "</section>"
 
 
-def _straggler(found: StragglerReport) -> list[str]:
+def _straggler_row(found: StragglerReport) -> list[str]:
     until = "" if found.ended_at is None else moment(found.ended_at, clock_only=True)
     times = moment(found.at, clock_only=True), until
     steps = duration(found.step_time), duration(found.median)
@@ -372,12 +374,12 @@ def _configuration(report: Report) -> Iterator[str]:
     yield "<section><h2>Configuration and versions</h2>"
     for program in report.programs:
         yield f"<pre>{safe(program)}</pre>"
-    rows = [_setting(one, report.summary.nodes) for one in (*report.settings, *report.versions)]
+    rows = [_setting_row(one, report.summary.nodes) for one in (*report.settings, *report.versions)]
     yield _table(("setting", "value", "nodes"), rows, wide={1})
     yield "</section>"
 
 
-def _setting(setting: Setting, nodes: int) -> list[str]:
+def _setting_row(setting: Setting, nodes: int) -> list[str]:
     where = "coordinator" if not setting.nodes else "all" if setting.nodes == nodes else f"{setting.nodes} of {nodes}"
     return [setting.name, setting.value, where]
 
@@ -411,7 +413,3 @@ def _table(
     titles = "".join(f'<th scope="col"{css(column)}>{safe(title)}</th>' for column, title in enumerate(head))
     body = "\n".join(f"<tr>{''.join(cell(*pair) for pair in enumerate(row))}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>\n{body}</tbody></table></div>'
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith(".") else ".")

@@ -12,7 +12,7 @@ from ripstop.diagnostics.failure_report import tail_without_traceback
 from ripstop.model.events import HangDiagnosed, RoundEndCause
 from ripstop.model.failure import how_it_ended
 from ripstop.model.text_formatting import rank_list, truncate
-from ripstop.report.facts import PLANNED, Facts, FailedWorker, RoundFacts
+from ripstop.report.facts import PLANNED, Facts, FailedWorkerFacts, RoundFacts
 from ripstop.report.model import Incident, JobResult, RoundReport, WorkerReport
 from ripstop.telemetry.goodput import RoundSteps
 
@@ -53,7 +53,7 @@ def _incident(facts: Facts, round: RoundFacts, is_end: bool) -> Incident | None:
     is_node_gone = round.departure is not None and (by_node or (is_end and not round.workers))
     if not is_node_gone and not round.workers:
         return None
-    ordered = _ordered(round)
+    ordered = _root_cause_first(round)
     root, victims, node = None, ordered, ""
     if is_node_gone and round.departure is not None:
         node, why = round.departure
@@ -62,19 +62,19 @@ def _incident(facts: Facts, round: RoundFacts, is_end: bool) -> Incident | None:
         cause = round.cause or (RoundEndCause.NODE_LOST if is_lost else RoundEndCause.NODE_LEFT)
     else:
         first, *victims = ordered
-        root, node = _worker_report(facts, first, round.number), first.node
+        root, node = _incident_worker(facts, first, round.number), first.node
         if round.hang and first.rank in round.hang.suspects:
             root = replace(root, how="the other ranks wait for it")
         at, title = root.at, _title(root, round.hang)
         cause = round.cause or (RoundEndCause.INFRASTRUCTURE if root.is_hang else RoundEndCause.APPLICATION)
-    shown = tuple(_worker_report(facts, worker, round.number) for worker in victims)
+    shown = tuple(_incident_worker(facts, worker, round.number) for worker in victims)
     count = round.failures - (root is not None)
     decision = round.decision or ("restarted without the node, which costs no restart" if by_node else "")
     title, decision = truncate(title, MAX_TITLE), truncate(decision, MAX_MESSAGE)
     return Incident(round.number, at, cause, title, decision, is_end, node, root, shown, count, 0.0, 0.0, 0)
 
 
-def _ordered(round: RoundFacts) -> list[FailedWorker]:
+def _root_cause_first(round: RoundFacts) -> list[FailedWorkerFacts]:
     """The failed workers, the root cause first."""
     if not round.workers:
         return []
@@ -84,7 +84,7 @@ def _ordered(round: RoundFacts) -> list[FailedWorker]:
     return [round.workers[rank] for rank in ranks]
 
 
-def _worker_report(facts: Facts, worker: FailedWorker, round: int) -> WorkerReport:
+def _incident_worker(facts: Facts, worker: FailedWorkerFacts, round: int) -> WorkerReport:
     failure = worker.failure(round)
     node = facts.nodes.get(worker.node)
     evidence = worker.evidence

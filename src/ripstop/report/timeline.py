@@ -6,8 +6,9 @@ are `<title>` elements and marks are links, so no script is needed.
 
 from collections.abc import Iterator
 
-from ripstop.report.formats import count, duration, moment
+from ripstop.model.text_formatting import count, duration
 from ripstop.report.model import Report, RoundReport
+from ripstop.report.moments import moment
 from ripstop.report.safe_text import safe
 
 HEIGHT = 132
@@ -78,10 +79,10 @@ def _bars(report: Report, scale: _Scale) -> Iterator[str]:
         running = min(max(round.running_at, before), max(ended, before))
         height = max(10, BARS_HEIGHT * round.world_size // largest)
         y = BARS_Y + BARS_HEIGHT - height
-        why = f"start-up: {duration(running - before)}" if index == 0 else _downtime_text(round, running - before)
+        why = f"start-up: {duration(running - before)}" if index == 0 else _downtime_tooltip(round, running - before)
         yield _bar("down", scale.box(before, running), BARS_Y + BARS_HEIGHT - 10, 10, why)
         if ended > running:
-            text = _round_text(round, ended)
+            text = _round_tooltip(round, ended)
             yield _bar("round", scale.box(running, ended), y, height, text)
             if round.repeated:
                 yield _bar("repeated", scale.box(max(running, ended - round.repeated), ended), y, height, text)
@@ -94,11 +95,11 @@ def _bar(css: str, box: str, y: int, height: int, text: str) -> str:
     return f'<rect class="{css}" {box} y="{y}" height="{height}" rx="1.5"><title>{safe(text)}</title></rect>'
 
 
-def _downtime_text(round: RoundReport, seconds: float) -> str:
+def _downtime_tooltip(round: RoundReport, seconds: float) -> str:
     return f"before round {round.number}: {duration(seconds)} without training"
 
 
-def _round_text(round: RoundReport, ended: float) -> str:
+def _round_tooltip(round: RoundReport, ended: float) -> str:
     workers = f"{count(round.nodes, 'node')}, {count(round.world_size, 'worker')}"
     steps = f"\nsteps {round.first_step} to {round.last_step}" if round.last_step is not None else ""
     repeated = f"\n{count(round.repeated_steps, 'step')} repeated ({duration(round.repeated)})"

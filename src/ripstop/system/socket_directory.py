@@ -11,14 +11,15 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ripstop.model.errors import UsageError
 
 LOCK_TIMEOUT_S = 1.0  # agents lock it for an instant only; the event loop waits meanwhile
 LOCK_RETRY_S = 0.001
+MAX_SOCKET_PATH_BYTES = 100  # every system accepts a socket address of this length
 
 
 def socket_directory(environ: Mapping[str, str]) -> Path:
@@ -105,3 +106,16 @@ class HeldDirectory:
             if os.fstat(self._fd).st_nlink:  # the path may be another directory by now
                 self.path.rmdir()
         os.close(self._fd)
+
+
+@contextmanager
+def socket_address(path: Path) -> Iterator[str]:
+    """An address of the Unix socket at this path, even if the path is too long for an address."""
+    if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
+        yield str(path)
+        return
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{path.name}"
+    finally:
+        os.close(fd)

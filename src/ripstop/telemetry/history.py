@@ -62,7 +62,7 @@ class History:
         return {name: [getattr(point, name) for point in points] for name in NAMES}
 
 
-def interval_s(nodes: int) -> float:
+def history_interval_s(nodes: int) -> float:
     """The time between two samples of a job with this number of nodes."""
     return max(FIRST_INTERVAL_S, nodes / NODES_PER_SECOND)
 
@@ -77,8 +77,8 @@ def measure(samples: Iterable[NodeSample], goodput: float | None, at: float) -> 
     filled = [gpu.memory_used / gpu.memory_total for gpu in gpus if gpu.memory_total and gpu.memory_used is not None]
     return Point(
         at,
-        step_time_p50=_percentile(times, 0.5),
-        step_time_p99=_percentile(times, 0.99),
+        step_time_p50=_step_time_percentile(times, 0.5),
+        step_time_p99=_step_time_percentile(times, 0.99),
         goodput=goodput,
         memory=max(memory, default=None),
         gpu=sum(busy) / len(busy) if busy else None,
@@ -86,7 +86,7 @@ def measure(samples: Iterable[NodeSample], goodput: float | None, at: float) -> 
     )
 
 
-def _percentile(ordered: list[float], share: float) -> float | None:
+def _step_time_percentile(ordered: list[float], share: float) -> float | None:
     """The smallest value that is not below this share of the values."""
     return ordered[max(0, ceil(share * len(ordered)) - 1)] if ordered else None
 

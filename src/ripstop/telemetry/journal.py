@@ -86,14 +86,15 @@ class Journal:
 
 def _size(record: EventRecord) -> int:
     """Estimated bytes in memory.  Node names in the coordinator's own records are in memory anyway."""
-    return 200 + sum(_size_of(getattr(record.event, field.name), bool(record.node)) for field in fields(record.event))
+    whole = bool(record.node)
+    return 200 + sum(_record_field_size(getattr(record.event, field.name), whole) for field in fields(record.event))
 
 
-def _size_of(value: Any, whole: bool) -> int:
+def _record_field_size(value: Any, whole: bool) -> int:
     match value:
         case str():
             return 50 + len(value)
         case tuple():
-            return 50 + (sum(_size_of(item, whole) for item in value) if whole else 8 * len(value))
+            return 50 + (sum(_record_field_size(item, whole) for item in value) if whole else 8 * len(value))
         case _:
             return 32

@@ -60,14 +60,14 @@ REPLICATION_METRICS = (  # of a ReplicationStatus
     Metric(
         "ripstop_replication_lag_commits",
         "gauge",
-        "How many commits the copies on other nodes are behind",
+        "How many commits the copies on other nodes are behind the newest commit",
         ("state",),
         "commits",
     ),
     Metric(
         "ripstop_replication_age_seconds",
         "gauge",
-        "Time since every node last had a complete copy",
+        "Time since a commit was last copied completely to other nodes",
         ("state",),
         "seconds",
     ),

@@ -43,7 +43,9 @@ def setting_text(value: object) -> str:
         case Script() | Module() | Executable():
             return join(spawn_command_line(value))
         case Handler(name, endpoint, conf):
-            return " ".join((name, without_secrets(endpoint), *(f"{key}={_shown(key, value)}" for key, value in conf)))
+            return " ".join(
+                (name, without_secrets(endpoint), *(f"{key}={_shown_setting(key, value)}" for key, value in conf))
+            )
         case Binding(cpus, memory):
             return f"processors {cpu_ranges(cpus)}" + (f", memory of node {memory}" if memory is not None else "")
         case Enum():
@@ -78,16 +80,16 @@ def program_text(entry: Entrypoint) -> str:
             words = list(argv)
         case _:
             return ""
-    return " ".join(map(_quoted, _redacted(words)))
+    return " ".join(map(_quoted_program_word, _redacted_program(words)))
 
 
-def _quoted(word: str) -> str:
+def _quoted_program_word(word: str) -> str:
     """For a shell, but `--token=***` needs no quotes."""
     rest = word.replace(HIDDEN, "x")
     return word if quote(rest) == rest else quote(word)
 
 
-def _redacted(words: Iterable[str]) -> Iterator[str]:
+def _redacted_program(words: Iterable[str]) -> Iterator[str]:
     is_next_secret = False
     for word in words:
         name, equals, _ = word.partition("=")
@@ -102,7 +104,7 @@ def _redacted(words: Iterable[str]) -> Iterator[str]:
             yield without_secrets(word)
 
 
-def _shown(key: str, value: str) -> str:
+def _shown_setting(key: str, value: str) -> str:
     return HIDDEN if is_secret_name(key) else without_secrets(value)
 
 

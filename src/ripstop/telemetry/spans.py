@@ -106,6 +106,10 @@ class _Recovery(Struct):
     recovered: dict[str, _NodeRecovery] = field(default_factory=dict)  # nodes whose workers run again
     is_ended: bool = False
 
+    def had_member(self, node: str) -> bool:
+        """A spare was not in the old round: the time before its start is no part of the recovery."""
+        return self.old_nodes is None or node in self.old_nodes
+
 
 class Spans:
     """The spans of one job; `on` takes its records in the journal's order."""
@@ -206,13 +210,13 @@ class Spans:
                 recovery.stopped[record.node] = record.at
             case events.WorkersStarted(number) as started if self._is_awaited(record, number):
                 recovery.started[record.node] = (record.at, started)
-                if not started.pause or not _was_member(recovery, record.node):
+                if not started.pause or not recovery.had_member(record.node):
                     phases = [("start", record.at - started.seconds, record.at)]
                     yield from self._on_workers_run(record.node, recovery, phases)
             case events.Recovered(number) as recovered if self._is_awaited(record, number):
-                if record.node in recovery.started and _was_member(recovery, record.node):
+                if record.node in recovery.started and recovery.had_member(record.node):
                     ran = recovery.started[record.node][0]
-                    phases = list(_phases(ran, recovered, recovery.stopped.get(record.node)))
+                    phases = list(_span_phases(ran, recovered, recovery.stopped.get(record.node)))
                     yield from self._on_workers_run(record.node, recovery, phases)
             case events.StateRestored(number, rank, source, step, seconds) if (
                 number == recovery.next and record.node in recovery.recovered
@@ -331,7 +335,7 @@ class Spans:
         return blake2b(f"{size} {name}".encode(), digest_size=size, key=self._seed).hexdigest()
 
 
-def _phases(at: float, recovered: events.Recovered, stopped: float | None) -> Iterator[Phase]:
+def _span_phases(at: float, recovered: events.Recovered, stopped: float | None) -> Iterator[Phase]:
     """The phases of a node, in order, until its workers ran at time `at`: name, start, end.
 
     `Recovered.decide` is the time before and after the old workers were stopped; `stopped` divides it in two.
@@ -361,11 +365,6 @@ def _span_events(records: Iterable[EventRecord]) -> tuple[SpanEvent, ...]:
 def _attributes(record: EventRecord) -> Attributes:
     hidden = ("v", "seq", "at", "kind") if record.node else ("v", "seq", "at", "kind", "node")
     return {f"ripstop.{name}": value for name, value in to_dict(record).items() if name not in hidden}
-
-
-def _was_member(recovery: _Recovery, node: str) -> bool:
-    """A spare was not in the old round: the time before its start is no part of the recovery."""
-    return recovery.old_nodes is None or node in recovery.old_nodes
 
 
 def _culprit(cause: str, records: list[EventRecord]) -> Attributes:

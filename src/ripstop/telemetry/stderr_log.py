@@ -55,7 +55,7 @@ class StderrHandler(logging.Handler):
         if self._form is LogFormat.JSON:
             return json_line(record)
         line = one_line(self.format(record))
-        return colored(line, record.levelno) if self._colors else line
+        return colored_stderr_line(line, record.levelno) if self._colors else line
 
     def _dropped_lines(self, lines: int) -> str:
         text = f"{lines} lines were not shown: the console is not being read"
@@ -71,7 +71,7 @@ def log_event(log: logging.Logger, record: EventRecord, level: int = logging.INF
         log.debug("%s %s", kind(record.event), ascii_json(record.event), extra={"event": record})
 
 
-def colored(line: str, level: int) -> str:
+def colored_stderr_line(line: str, level: int) -> str:
     """A line of text with a dim time, and the colour of its level.  Further lines have no colour."""
     first, newline, rest = line.partition("\n")
     start, mark, message = first.partition(f" {logging.getLevelName(level)[0]} ")
@@ -118,7 +118,7 @@ def log_to_stderr(
             live.close()
 
 
-class Printer(Struct, frozen=True):
+class StderrPrinter(Struct, frozen=True):
     """Prints what follows the log, in the form of the log: the result of `ripstop COMMAND`."""
 
     command: str

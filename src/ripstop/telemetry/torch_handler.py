@@ -71,7 +71,7 @@ class EventHandler:
             log.warning("the event handler %s %s; the job continues", self._name, what)
 
 
-def torch_sink(config: RunConfig, program: str, put: Callable[[str], None]) -> Sink:
+def torch_handler_sink(config: RunConfig, program: str, put: Callable[[str], None]) -> Sink:
     """A sink that passes this node's events to `put` in the format of torch's agent."""
     events = TorchEvents(
         run_id=config.run_id, role=config.role, backend=config.backend.value, host=socket.gethostname(), program=program

@@ -144,7 +144,8 @@ class TraceExporter:
     def _report_problem(self, problem: str) -> None:
         if not self._problem_logged:
             self._problem_logged = True
-            text = _without_secrets(one_line(problem))[:MAX_PROBLEM_CHARS].rstrip(". ")
+            text = re.sub(r"//[^/@\s]*@", "//…@", one_line(problem))  # rule 3
+            text = re.sub(r"\?[^\s'\")>]*", "?…", text)[:MAX_PROBLEM_CHARS].rstrip(". ")
             log.warning("spans cannot be sent to %s: %s; the job continues", self._endpoint, text)
 
 
@@ -167,11 +168,6 @@ def _sdk_logs_to(report: Callable[[str], None]) -> Iterator[None]:
     finally:
         sdk_log.removeHandler(handler)
         sdk_log.propagate = propagate
-
-
-def _without_secrets(text: str) -> str:
-    """Remove user names, passwords and query strings of URLs."""
-    return re.sub(r"\?[^\s'\")>]*", "?…", re.sub(r"//[^/@\s]*@", "//…@", text))
 
 
 # OpenTelemetry's SDK --------------------------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ from ripstop.commit_memory import (
     Header,
     NotEnoughMemory,
     create_memory,
-    read_header,
     stamp,
+    unpack_commit_header,
 )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ class CommitBuffer:
 
     def header(self, run: int) -> Header | None:
         """The complete commit in this buffer; None if there is none of this run and format."""
-        header = read_header(self._map[:HEAD_BYTES], run)
+        header = unpack_commit_header(self._map[:HEAD_BYTES], run)
         return header if header is not None and header.end <= self.size else None
 
     def read_pickle(self, header: Header) -> bytes:

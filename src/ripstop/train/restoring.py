@@ -20,7 +20,7 @@ from ripstop.commit_memory import (
     IS_SHARDED,
     Header,
     NotEnoughMemory,
-    read_header,
+    unpack_commit_header,
 )  # fmt: skip
 from ripstop.train import checkpoint_files, content, interruption, sharding
 from ripstop.train.agent_memory import AgentError, AgentMemory, Identity
@@ -375,7 +375,7 @@ class Restoring:
         return AllShards(decision.commit, [content.Stored(None, data) for data in pickles], sources)
 
     def _header(self, commit: Commit, shard: int, receiver: Receiver) -> Header:
-        header = read_header(receiver.read_bytes(shard, 0, HEAD_BYTES), self._run)
+        header = unpack_commit_header(receiver.read_bytes(shard, 0, HEAD_BYTES), self._run)
         if header is None or (header.id.round, header.id.number, header.world_size, header.rank) != (
             *dataclasses.astuple(commit), shard,
         ):  # fmt: skip

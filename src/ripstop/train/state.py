@@ -29,7 +29,7 @@ from ripstop.commit_memory import (
     Header,
     NotEnoughMemory,
     commit_round,
-    usable_memory,
+    usable_commit_memory,
 )  # fmt: skip
 from ripstop.train import checkpoint_files, content, gpu_copy, interruption, intervals, reports, standby_gate
 from ripstop.train.agent_memory import AgentError, AgentMemory, Identity, connect
@@ -393,7 +393,7 @@ class State:
         """The buffer to overwrite, of sufficient size; None if there is no memory for it."""
         held = self._held_slots()
         slot = next_slot(self._slots, wanted, held)
-        if held and slot not in self._slots and len(self._slots) >= wanted and usable_memory() < taken.room:
+        if held and slot not in self._slots and len(self._slots) >= wanted and usable_commit_memory() < taken.room:
             slot = next_slot(self._slots, wanted)  # a new commit is worth more than the copy of an old one
         if slot not in self._buffers or not taken.fits(self._buffers[slot]):
             assert self._memory is not None

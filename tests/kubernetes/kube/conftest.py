@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from ripstop.kubernetes import deploy
-from ripstop.kubernetes.kube_client import Cluster, core_path
+from ripstop.kubernetes.kube_client import KubeClient, core_path
 from tests.kubernetes.kube.lab import Operators, Place, apply, collection, eventually, exists, service_account_config
 from tests.kubernetes.kube.nodes import first_node, operators_deployment
 
@@ -33,9 +33,9 @@ def admin() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def cluster(admin: dict[str, Any]) -> Iterator[Cluster]:
+def cluster(admin: dict[str, Any]) -> Iterator[KubeClient]:
     """The cluster, with our definition and rights."""
-    cluster = Cluster()
+    cluster = KubeClient()
     # without the definition's rules, so that the operator sees what an older cluster would let through
     brought = [item for item in deploy.objects(home=HOME, rules=False) if item["kind"] != "Deployment"]
     ours = [item for item in brought if apply(cluster, item)]
@@ -50,7 +50,7 @@ def cluster(admin: dict[str, Any]) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def place(cluster: Cluster) -> Iterator[Place]:
+def place(cluster: KubeClient) -> Iterator[Place]:
     name = f"ripstop-test-{secrets.token_hex(4)}"
     space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
     cluster.create("/api/v1/namespaces", space)
@@ -63,7 +63,7 @@ def place(cluster: Cluster) -> Iterator[Place]:
 
 
 @pytest.fixture(scope="session")
-def account(admin: dict[str, Any], cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def account(admin: dict[str, Any], cluster: KubeClient, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The operator's own kubeconfig."""
     path = tmp_path_factory.mktemp("kube") / "operator.json"
     return eventually(lambda: service_account_config(cluster, admin, HOME, path))
@@ -101,7 +101,7 @@ def operator(_operator_of_the_file: Operators) -> Iterator[subprocess.Popen[byte
 
 
 @pytest.fixture(scope="module")
-def operators_pod(cluster: Cluster, kubectl: str) -> Iterator[str]:
+def operators_pod(cluster: KubeClient, kubectl: str) -> Iterator[str]:
     """An operator in a pod, from what `deploy/` holds, for all tests of a file; the pod's name, to begin with."""
     deployment = operators_deployment(HOME, first_node(cluster))
     path = f"{collection(deployment)}/{deployment['metadata']['name']}"

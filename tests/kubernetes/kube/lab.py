@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 
 from ripstop.kubernetes import deploy
-from ripstop.kubernetes.kube_client import ApiError, Cluster, Conflict, NotFound, core_path, jobs_path
+from ripstop.kubernetes.kube_client import ApiError, Conflict, KubeClient, NotFound, core_path, jobs_path
 from ripstop.kubernetes.manifests import JOB
 from ripstop.kubernetes.spec import GROUP, KIND, VERSION
 
@@ -61,7 +61,7 @@ def collection(item: dict[str, Any]) -> str:
     return f"{root}{place}/{item['kind'].lower()}s"
 
 
-def apply(cluster: Cluster, item: dict[str, Any]) -> bool:
+def apply(cluster: KubeClient, item: dict[str, Any]) -> bool:
     """Create it, or bring it up to date; whether it is new."""
     try:
         cluster.create(collection(item), item)
@@ -71,7 +71,7 @@ def apply(cluster: Cluster, item: dict[str, Any]) -> bool:
     return True
 
 
-def exists(cluster: Cluster, item: dict[str, Any]) -> bool:
+def exists(cluster: KubeClient, item: dict[str, Any]) -> bool:
     try:
         cluster.get(f"{collection(item)}/{item['metadata']['name']}")
     except NotFound:
@@ -79,7 +79,7 @@ def exists(cluster: Cluster, item: dict[str, Any]) -> bool:
     return True
 
 
-def service_account_config(cluster: Cluster, admin: dict[str, Any], home: str, path: Path) -> Path:
+def service_account_config(cluster: KubeClient, admin: dict[str, Any], home: str, path: Path) -> Path:
     """A kubeconfig of the operator's service account."""
     account = core_path(home, "serviceaccounts", f"{deploy.NAME}/token")
     request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 7200}}
@@ -94,7 +94,7 @@ def service_account_config(cluster: Cluster, admin: dict[str, Any], home: str, p
 class Place:
     """A namespace of a test's own."""
 
-    cluster: Cluster
+    cluster: KubeClient
     name: str
 
     # jobs

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from ripstop.kubernetes import deploy
-from ripstop.kubernetes.kube_client import Cluster, core_path
+from ripstop.kubernetes.kube_client import KubeClient, core_path
 from tests.kubernetes.kube.lab import HERE, Place, eventually, needs_a_cluster
 
 ROOT = HERE.parents[2]
@@ -71,7 +71,7 @@ def on(node: str) -> dict[str, Any]:
     return {"nodeSelector": {"kubernetes.io/hostname": node}}
 
 
-def first_node(cluster: Cluster) -> str:
+def first_node(cluster: KubeClient) -> str:
     return min(item["metadata"]["name"] for item in cluster.list("/api/v1/nodes"))
 
 
@@ -245,7 +245,7 @@ class Training:
 
 
 @contextmanager
-def a_training(cluster: Cluster, kubectl: str, folder: Path) -> Iterator[Training]:
+def a_training(cluster: KubeClient, kubectl: str, folder: Path) -> Iterator[Training]:
     """A namespace with a name service, for a job to be submitted."""
     name = f"ripstop-test-nodes-{os.getpid()}-{folder.name}".replace("_", "-")
     cluster.create("/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})

@@ -10,16 +10,16 @@ import sys
 from typing import Any
 
 from ripstop.kubernetes.job_poller import JobApi
-from ripstop.kubernetes.kube_client import Cluster
+from ripstop.kubernetes.kube_client import KubeClient
 from ripstop.kubernetes.operator import run_operator
 from tests.kubernetes.kube.lab import SAYS, TALKATIVE
 
 namespace, home, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
-request = Cluster.request
+request = KubeClient.request
 changes = 0
 
 
-def counting(self: Cluster, method: str, *words: Any, **options: Any) -> dict[str, Any]:
+def counting(self: KubeClient, method: str, *words: Any, **options: Any) -> dict[str, Any]:
     global changes
     answer = request(self, method, *words, **options)
     changes += method != "GET"
@@ -46,5 +46,5 @@ class Talkative(JobApi):
 
 
 if last:
-    Cluster.request = counting  # type: ignore[method-assign]
+    KubeClient.request = counting  # type: ignore[method-assign]
 run_operator(namespace or None, Talkative(), home=home)

@@ -6,7 +6,7 @@ import pytest
 
 from ripstop.cli import main
 from ripstop.kubernetes import deploy
-from ripstop.kubernetes.kube_client import Cluster, NotFound, core_path
+from ripstop.kubernetes.kube_client import KubeClient, NotFound, core_path
 from ripstop.kubernetes.manifests import JOB, SLOT
 from tests.kubernetes.kube.conftest import HOME
 from tests.kubernetes.kube.lab import Place, eventually, needs_a_cluster
@@ -89,7 +89,7 @@ def test_a_mistake_changes_nothing(
     assert place.job("t") == before
 
 
-def test_an_operator_is_installed_and_again(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_operator_is_installed_and_again(cluster: KubeClient, capsys: pytest.CaptureFixture[str]) -> None:
     path = f"/apis/apps/v1/namespaces/{HOME}/deployments/{deploy.NAME}"
     try:
         assert main(["kube", "install", f"--namespace={HOME}", "--image=x:1", "--timeout=0"]) == 0
@@ -102,7 +102,7 @@ def test_an_operator_is_installed_and_again(cluster: Cluster, capsys: pytest.Cap
 
 
 def test_an_operator_that_does_not_run_is_not_reported_as_installed(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+    cluster: KubeClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = f"/apis/apps/v1/namespaces/{HOME}/deployments/{deploy.NAME}"
     try:
@@ -114,7 +114,7 @@ def test_an_operator_that_does_not_run_is_not_reported_as_installed(
         cluster.delete(path)
 
 
-def test_a_missing_namespace_is_reported(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_namespace_is_reported(cluster: KubeClient, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kube", "submit", "--namespace=ripstop-nowhere", IMAGE, "train.py"]) == 2
     assert "create the namespace" in said(capsys)
     with pytest.raises(NotFound):

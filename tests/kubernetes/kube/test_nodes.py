@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from ripstop.kubernetes import deploy
-from ripstop.kubernetes.kube_client import Cluster, core_path
+from ripstop.kubernetes.kube_client import KubeClient, core_path
 from tests.kubernetes.kube.conftest import HOME
 from tests.kubernetes.kube.lab import eventually
 from tests.kubernetes.kube.nodes import WAIT_TIMEOUT_S, Training, a_training, happens, needs_nodes, tell, template
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("operators_pod")]
 
 @pytest.fixture(scope="module")
 def training(
-    cluster: Cluster, operators_pod: str, kubectl: str, tmp_path_factory: pytest.TempPathFactory
+    cluster: KubeClient, operators_pod: str, kubectl: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Training]:
     with a_training(cluster, kubectl, tmp_path_factory.mktemp("nodes")) as training:
         training.submit(minReplicas=1, maxReplicas=3, replicas=2)
@@ -113,7 +113,7 @@ def test_the_coordinators_agent_is_killed_and_the_job_goes_on(training: Training
 
 
 def test_a_pod_lost_together_with_the_operator_is_replaced_by_the_next_operator(
-    training: Training, operators_pod: str, cluster: Cluster
+    training: Training, operators_pod: str, cluster: KubeClient
 ) -> None:
     training.steady(3)
     before = training.place.uids()

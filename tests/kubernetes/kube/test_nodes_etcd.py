@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ripstop.kubernetes.kube_client import Cluster
+from ripstop.kubernetes.kube_client import KubeClient
 from tests.kubernetes.kube.lab import eventually
 from tests.kubernetes.kube.nodes import WAIT_TIMEOUT_S, Training, a_training, helper, needs_nodes
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def training(
-    cluster: Cluster, operators_pod: str, kubectl: str, tmp_path_factory: pytest.TempPathFactory
+    cluster: KubeClient, operators_pod: str, kubectl: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Training]:
     with a_training(cluster, kubectl, tmp_path_factory.mktemp("etcd")) as training:
         listen = "--listen-client-urls=http://0.0.0.0:2379"

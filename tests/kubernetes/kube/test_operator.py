@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ripstop.kubernetes.kube_client import Cluster, core_path, jobs_path
+from ripstop.kubernetes.kube_client import KubeClient, core_path, jobs_path
 from tests.kubernetes.kube.lab import NOWHERE, SAYS, TALKATIVE, Place, eventually, needs_a_cluster, stamp
 
 needs_a_cluster()
@@ -251,7 +251,7 @@ def test_an_image_that_does_not_exist_is_a_condition_and_no_loop(place: Place) -
     assert place.uids() == before
 
 
-def a_node(cluster: Cluster, name: str, ready: str, ago: float = 0.0) -> None:
+def a_node(cluster: KubeClient, name: str, ready: str, ago: float = 0.0) -> None:
     condition = {"type": "Ready", "status": ready, "lastTransitionTime": stamp(ago), "lastHeartbeatTime": stamp()}
     cluster.patch(f"/api/v1/nodes/{name}/status", {"status": {"conditions": [condition]}})
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.kubernetes.cluster_writer import operator_key
-from ripstop.kubernetes.kube_client import ApiError, Cluster
+from ripstop.kubernetes.cluster_writer import ensure_operator_key
+from ripstop.kubernetes.kube_client import ApiError, KubeClient
 from tests.kubernetes.kube.conftest import HOME
 from tests.kubernetes.kube.lab import Place, needs_a_cluster
 
@@ -35,18 +35,18 @@ NOT_ITS = [
 
 
 @pytest.fixture
-def as_operator(account: Path) -> Cluster:
-    return Cluster(kubeconfig=str(account))
+def as_operator(account: Path) -> KubeClient:
+    return KubeClient(kubeconfig=str(account))
 
 
 @pytest.mark.parametrize(("method", "path"), NOT_ITS)
-def test_the_operator_may_not(method: str, path: str, as_operator: Cluster, place: Place) -> None:
+def test_the_operator_may_not(method: str, path: str, as_operator: KubeClient, place: Place) -> None:
     body = {} if method in ("POST", "PATCH") else None
     with pytest.raises(ApiError) as refused:
         as_operator.request(method, path.format(place.name), body)
     assert refused.value.code == 403
 
 
-def test_the_operators_key_is_made_once_and_read_by_the_next(as_operator: Cluster) -> None:
-    key = operator_key(as_operator, HOME)
-    assert (len(key), operator_key(as_operator, HOME)) == (32, key)
+def test_the_operators_key_is_made_once_and_read_by_the_next(as_operator: KubeClient) -> None:
+    key = ensure_operator_key(as_operator, HOME)
+    assert (len(key), ensure_operator_key(as_operator, HOME)) == (32, key)

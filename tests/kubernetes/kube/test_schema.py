@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ripstop.kubernetes import crd
-from ripstop.kubernetes.kube_client import ApiError, Cluster, jobs_path
+from ripstop.kubernetes.kube_client import ApiError, KubeClient, jobs_path
 from tests.kubernetes.golden import DEPLOY
 from tests.kubernetes.kube.lab import Place, a_job, eventually, needs_a_cluster
 
@@ -51,7 +51,7 @@ def test_an_invalid_field_is_rejected(place: Place, spec: dict[str, Any], field:
 
 
 @pytest.fixture
-def _rules(cluster: Cluster) -> Iterator[None]:
+def _rules(cluster: KubeClient) -> Iterator[None]:
     """The definition with its rules, on a cluster that checks them."""
     if not crd.supports_rules(cluster.get("/version")):
         pytest.skip("this cluster is older than rules in definitions (1.25)")
@@ -86,7 +86,7 @@ def test_an_invalid_combination_or_change_of_fields_is_rejected(place: Place) ->
     place.scale(3)
 
 
-def test_kubectl_takes_the_definition_as_it_is_in_the_repository(cluster: Cluster, kubectl: str) -> None:
+def test_kubectl_takes_the_definition_as_it_is_in_the_repository(cluster: KubeClient, kubectl: str) -> None:
     rules = crd.supports_rules(cluster.get("/version"))
     command = [kubectl, "apply", "--dry-run=server", "-f", str(DEPLOY / "crd.yaml"), f"--validate={rules}".lower()]
     subprocess.run(command, check=True, capture_output=True)

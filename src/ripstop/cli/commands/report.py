@@ -14,14 +14,13 @@ from ripstop.logs.directory import directory_name
 from ripstop.model.errors import RipstopError, UsageError
 from ripstop.model.event_json import from_json
 from ripstop.model.events import EventRecord
-from ripstop.model.text_formatting import ascii_json, format_table, one_line
+from ripstop.model.text_formatting import ascii_json, duration, format_table, one_line, percent
 from ripstop.report.builder import NoEvents, build_report
 from ripstop.report.compare import compare
-from ripstop.report.files import REPORT_PAGE
-from ripstop.report.formats import duration, percent
 from ripstop.report.html import render
 from ripstop.report.model import Report
 from ripstop.report.reader import Skipped, event_files, read_events
+from ripstop.report.writer import REPORT_PAGE
 from ripstop.system.safe_files import replace_file
 
 REPORT_HELP = f"""\

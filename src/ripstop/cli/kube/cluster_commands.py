@@ -15,7 +15,7 @@ from typing import Any
 from ripstop.cli.options.flags import ParsedArguments
 from ripstop.kubernetes import deploy
 from ripstop.kubernetes.crd import supports_rules
-from ripstop.kubernetes.kube_client import Cluster, Conflict, NotFound, PodStreams, core_path, jobs_path
+from ripstop.kubernetes.kube_client import Conflict, KubeClient, NotFound, PodClient, core_path, jobs_path
 from ripstop.kubernetes.manifests import HOME, JOB, SLOT, to_yaml
 from ripstop.kubernetes.spec import KIND
 from ripstop.model.errors import RipstopError, UsageError
@@ -44,10 +44,10 @@ def _require_packages(*packages: str) -> None:
             raise UsageError(f"the package {package} is not installed; pip install 'ripstop[kubernetes]'")
 
 
-def _connect(args: ParsedArguments) -> tuple[str, Cluster]:
+def _connect(args: ParsedArguments) -> tuple[str, KubeClient]:
     """The namespace and the cluster that a command is about."""
     _require_packages("kubernetes")
-    return _namespace(args), Cluster(args.text("--context") or None)
+    return _namespace(args), KubeClient(args.text("--context") or None)
 
 
 def _namespace(args: ParsedArguments) -> str:
@@ -141,7 +141,7 @@ def delete(args: ParsedArguments, names: Sequence[str]) -> int:
     return 0
 
 
-def _get_job(server: Cluster, namespace: str, name: str) -> dict[str, Any]:
+def _get_job(server: KubeClient, namespace: str, name: str) -> dict[str, Any]:
     try:
         return server.get(jobs_path(namespace, name))
     except NotFound:
@@ -210,7 +210,7 @@ def _cluster_event_row(event: Json) -> tuple[str, ...]:
     return str(when), str(event.get("reason")), str(event.get("count") or 1), str(event.get("message", ""))
 
 
-def _list_pods(server: Cluster, namespace: str, name: str) -> list[dict[str, Any]]:
+def _list_pods(server: KubeClient, namespace: str, name: str) -> list[dict[str, Any]]:
     """The job's pods, ordered by slot."""
     found = server.list(core_path(namespace, "pods"), labelSelector=f"{JOB}={name}")
     return sorted(found, key=lambda pod: int(pod["metadata"]["labels"].get(SLOT, -1)))
@@ -251,7 +251,7 @@ def _print_pod_log(context: str | None, pod: Json, tail: int, follow: bool) -> N
     """A line is one write, so lines of several pods are not mixed."""
     name, where = pod["metadata"]["name"], pod["metadata"]["namespace"]
     try:
-        for line in PodStreams(context).log(where, name, _trainer_container_name(pod), tail=tail, follow=follow):
+        for line in PodClient(context).log(where, name, _trainer_container_name(pod), tail=tail, follow=follow):
             sys.stdout.write(f"[{name}] {line}\n")
             sys.stdout.flush()
     except BrokenPipeError:
@@ -274,8 +274,8 @@ def stacks(args: ParsedArguments, names: Sequence[str]) -> int:
         raise RipstopError(f"no pod of {here}/{name} is running; see `ripstop kube status {name}`")
     pod = running[0]
     command = [*ripstop_command(pod), "stacks", *ranks]
-    streams = PodStreams(args.text("--context") or None)
-    code, out, err = streams.execute(here, pod["metadata"]["name"], _trainer_container_name(pod), command)
+    client = PodClient(args.text("--context") or None)
+    code, out, err = client.execute(here, pod["metadata"]["name"], _trainer_container_name(pod), command)
     sys.stdout.write(out)
     sys.stderr.write(err)
     return code
@@ -300,7 +300,7 @@ def install(args: ParsedArguments, _: Sequence[str]) -> int:
         print(to_yaml(deploy.objects(image, home)), end="")
         return 0
     _require_packages("kubernetes")
-    server = Cluster(args.text("--context") or None)
+    server = KubeClient(args.text("--context") or None)
     for item in deploy.objects(image, home, rules=supports_rules(server.get("/version"))):
         kind, name = item["kind"], item["metadata"]["name"]
         try:
@@ -314,7 +314,7 @@ def install(args: ParsedArguments, _: Sequence[str]) -> int:
     return 0
 
 
-def await_operator(server: Cluster, deployment: Json, timeout: float) -> None:
+def await_operator(server: KubeClient, deployment: Json, timeout: float) -> None:
     """Wait until the latest version of the deployment runs; print what its pods wait for."""
     home, name = deployment["metadata"]["namespace"], deployment["metadata"]["name"]
     selector = ",".join(f"{key}={value}" for key, value in deployment["spec"]["selector"]["matchLabels"].items())

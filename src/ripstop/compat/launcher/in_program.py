@@ -38,7 +38,7 @@ from ripstop.model.config import RunConfig
 from ripstop.model.errors import UsageError
 from ripstop.model.round import Outcome
 from ripstop.system.descriptors import open_descriptors
-from ripstop.telemetry.torch_handler import torch_sink
+from ripstop.telemetry.torch_handler import torch_handler_sink
 from ripstop.workers.processes import Children
 
 
@@ -76,7 +76,7 @@ def run_engine(
             if not isinstance(get_logging_handler(config.event_log_handler), logging.NullHandler):
                 events = EventThread(config.event_log_handler)
                 parts.callback(events.close)
-                sinks.append(torch_sink(run, name, events.put))
+                sinks.append(torch_handler_sink(run, name, events.put))
             source = CustomLogs(config.logs_specs, run.logs, run.role) if is_custom(config.logs_specs) else None
             link = link_to_handler(run, config.rdzv_configs) if run.handler is not None else None
             console = Console(_program_output_objects())

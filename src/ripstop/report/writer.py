@@ -24,7 +24,7 @@ def write_report(directory: Path, warn: Callable[[str], None]) -> Path | None:
     if not (directory / JOB_EVENTS).exists():  # removed with the empty logs of a successful job
         return None
     done: list[Path | str | None] = []
-    thread = threading.Thread(target=lambda: done.append(_try_to_write(directory)), name="report", daemon=True)
+    thread = threading.Thread(target=lambda: done.append(_try_to_write_report(directory)), name="report", daemon=True)
     try:
         thread.start()
     except RuntimeError as error:
@@ -38,7 +38,7 @@ def write_report(directory: Path, warn: Callable[[str], None]) -> Path | None:
     return result
 
 
-def _try_to_write(directory: Path) -> Path | str | None:
+def _try_to_write_report(directory: Path) -> Path | str | None:
     try:
         from ripstop.report.builder import build_report  # at the end of a job only
         from ripstop.report.html import render

@@ -1,0 +1,11 @@
+"""Kubernetes timestamps, from and to seconds since the epoch.  Pure."""
+
+from datetime import UTC, datetime
+
+
+def to_timestamp(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def to_seconds(timestamp: str) -> float:
+    return datetime.fromisoformat(timestamp).timestamp()
