@@ -95,8 +95,8 @@ __all__ = [
     "WorkersStopped",
     "WorkersStopping",
     "WorkersSucceeded",
-    "kind",
-    "max_chars",
+    "event_kind",
+    "max_event_chars",
 ]
 
 
@@ -382,10 +382,10 @@ class EventRecord(Struct, frozen=True):
 Sink = Callable[[EventRecord], None]
 
 
-def kind(event: Event) -> str:
+def event_kind(event: Event) -> str:
     return str(event.__struct_config__.tag)  # the event's name in files and in the API: `round_formed`
 
 
-def max_chars(field: str) -> int:
+def max_event_chars(field: str) -> int:
     """How long a text in this field can be."""
     return MAX_TRACEBACK if field == "traceback" else MAX_TEXT

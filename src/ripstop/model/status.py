@@ -110,3 +110,6 @@ class JobStatus(Struct, frozen=True):
     restored_from: tuple[str, ...] = ()
     stragglers: tuple[StragglerStatus, ...] = ()
     kept: int | None = None
+
+    def has_node(self, name: str) -> bool:
+        return any(node.name == name for node in self.nodes)

@@ -6,7 +6,8 @@ from typing import TypeVar
 from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments
 from ripstop.model.config import Budget, LogFormat, LogLevel, OwnLog, StragglerLimits, StragglerMode, Tls
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import duration, integer, number, tls, webhook_url
+from ripstop.model.parsers import duration, integer, number, webhook_url
+from ripstop.model.rendezvous_conf import tls
 
 JOB_FLAGS = (
     HELP_FLAG,

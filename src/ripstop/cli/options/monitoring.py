@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from ripstop.cli.options.flags import ParsedArguments
 from ripstop.model.config import HealthLimits
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import duration, health_limits, port, webhook_url
+from ripstop.model.parsers import duration, port, webhook_url
+from ripstop.model.rendezvous_conf import health_limits
 from ripstop.workers.environment import TIMER_FILE
 
 ENABLE_TIMERS = "TORCHELASTIC_ENABLE_FILE_TIMER"
