@@ -30,7 +30,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SCRIPTS = ("transformers_trainer", "lightning_trainer", "accelerate_loop")
 PHASES = ("restart", "imports", "step", "start")
-TIMEOUT_S = float(os.environ.get("BENCH_PATIENCE", "300"))
+TIMEOUT_S = float(os.environ.get("BENCH_TIMEOUT_S", "300"))
 STEPS_BEFORE_KILL = 5
 
 

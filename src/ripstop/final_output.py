@@ -14,7 +14,7 @@ from ripstop.agent.machine_io import ExitAgent
 from ripstop.diagnostics.failure_report import render, to_json
 from ripstop.logs.directory import LogDirectory
 from ripstop.model.config import LogFormat
-from ripstop.model.failure import JobReport
+from ripstop.model.failure import JobEnd
 from ripstop.model.round import Outcome
 from ripstop.model.text_formatting import clean, one_line
 from ripstop.system.safe_files import replace_file
@@ -25,7 +25,7 @@ REPORT_WIDTH = 100
 CONSOLE_TIMEOUT_MS = 1000  # for a console that is slow to read
 
 
-def print_report(report: JobReport, printer: StderrPrinter, level: int = logging.ERROR) -> None:
+def print_report(report: JobEnd, printer: StderrPrinter, level: int = logging.ERROR) -> None:
     """At a terminal, in its width, and the outcome and the root cause of a failure in red."""
     text = shown = render(report, min(REPORT_WIDTH, terminal_width() if os.isatty(2) else REPORT_WIDTH)).rstrip("\n")
     if level >= logging.ERROR and has_colors(os.environ):
@@ -79,7 +79,7 @@ def _can_print_final_output() -> bool:
     return any(mask & select.POLLOUT for _, mask in poll.poll(CONSOLE_TIMEOUT_MS))
 
 
-def _without_deleted_files(report: JobReport, directory: LogDirectory) -> JobReport:
+def _without_deleted_files(report: JobEnd, directory: LogDirectory) -> JobEnd:
     """The report without the names of files in a log directory that was deleted."""
     if directory.kept:
         return report

@@ -42,7 +42,7 @@ from ripstop.model.config import (
 )
 from ripstop.model.errors import UsageError
 from ripstop.model.events import Sink
-from ripstop.model.failure import JobReport
+from ripstop.model.failure import JobEnd
 from ripstop.model.round import Address, Node, Outcome, RankBy
 from ripstop.protocol import secret
 from ripstop.starters.user_key import job_secret
@@ -50,7 +50,7 @@ from ripstop.system.live_line import LiveLine, can_show
 from ripstop.system.stderr_terminal import has_colors
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS, EventFile
 from ripstop.telemetry.stderr_log import StderrPrinter, log_to_stderr
-from ripstop.transport.endpoint import Bound, bind, bind_first
+from ripstop.transport.endpoint import Bound, bind, bind_first_endpoint
 from ripstop.transport.link import InProcessLink, Link
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.processes import Children
@@ -257,7 +257,7 @@ def coordinate(config: CoordinatorConfig) -> int:
         _check_bound(bound, config)
         end = asyncio.run(_run_coordinator(config, bound, directory))
     printer = StderrPrinter("coordinator", config.own_log)
-    if isinstance(end, JobReport):
+    if isinstance(end, JobEnd):
         level = logging.INFO if end.outcome is Outcome.SUCCEEDED else logging.ERROR
         print_report(end, printer, level)
     if directory is not None:
@@ -267,7 +267,7 @@ def coordinate(config: CoordinatorConfig) -> int:
     return 0 if end.outcome is Outcome.SUCCEEDED else 1
 
 
-async def _run_coordinator(config: CoordinatorConfig, bound: Bound, directory: LogDirectory | None) -> JobReport | int:
+async def _run_coordinator(config: CoordinatorConfig, bound: Bound, directory: LogDirectory | None) -> JobEnd | int:
     """The job's report, or the signal that ended the coordinator."""
     loop = asyncio.get_running_loop()
     signalled: asyncio.Future[int] = loop.create_future()
@@ -302,7 +302,7 @@ def bind_endpoint(config: RunConfig) -> Bound | None:
     assert config.endpoint is not None, "a job of several nodes has an endpoint"
     is_host = config.is_host is True
     if config.successors:
-        bound = bind_first(config.successors, required=is_host, own_address=config.local_addr)
+        bound = bind_first_endpoint(config.successors, required=is_host, own_address=config.local_addr)
     else:
         bound = bind(config.endpoint, required=is_host, multi_node=config.max_nodes > 1, own_address=config.local_addr)
     if bound is not None:

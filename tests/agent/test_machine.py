@@ -44,7 +44,7 @@ from ripstop.agent.machine_io import (
 from ripstop.agent.machine_state import AgentSettings, WorkersState
 from ripstop.agent.machine_status import reason_not_ready
 from ripstop.model.config import Timing
-from ripstop.model.failure import Failure, JobReport
+from ripstop.model.failure import Failure, JobEnd
 from ripstop.model.round import Address, Node, Outcome, Place
 from ripstop.model.text_formatting import signal_name
 from ripstop.protocol import messages
@@ -95,7 +95,7 @@ def failure(round: int = 1) -> Failure:
 
 
 def closed(outcome: Outcome) -> CoordinatorMessage:
-    return CoordinatorMessage(Closed(JobReport("job7", outcome, "because", 1, 0)))
+    return CoordinatorMessage(Closed(JobEnd("job7", outcome, "because", 1, 0)))
 
 
 def join(**state: object) -> SendToCoordinator:
@@ -576,20 +576,20 @@ def test_a_leaving_agent_reports_that_over_a_new_connection_and_makes_no_offer()
 def test_the_agent_of_a_successful_job_exits_0() -> None:
     agent = running_agent()
     on(agent, WorkersSucceeded(1))
-    report = JobReport("job7", Outcome.SUCCEEDED, "because", 1, 0)
+    report = JobEnd("job7", Outcome.SUCCEEDED, "because", 1, 0)
     assert on(agent, closed(Outcome.SUCCEEDED)) == [StopWorkers(1, 15, 30.0, "because")]
     assert on(agent, WorkersStopped(1)) == [SendToCoordinator(Left("because")), ExitAgent(0, "because", report)]
 
 
 def test_a_node_without_a_place_in_a_successful_job_warns_that_it_ran_no_worker() -> None:
-    report = JobReport("job7", Outcome.SUCCEEDED, "because", 1, 0)
+    report = JobEnd("job7", Outcome.SUCCEEDED, "because", 1, 0)
     why = "job=job7 ended (because) before this node got a place: this node ran no worker"
     end = [LogLine(why, is_warning=True), SendToCoordinator(Left("because")), ExitAgent(0, "because", report)]
     assert ready_agent().on(closed(Outcome.SUCCEEDED), 5.0) == end
 
 
 def test_the_agent_of_a_failed_job_exits_1() -> None:
-    report = JobReport("job7", Outcome.FAILED, "because", 1, 0)
+    report = JobEnd("job7", Outcome.FAILED, "because", 1, 0)
     assert on(ready_agent(), closed(Outcome.FAILED)) == [
         SendToCoordinator(Left("because")),
         ExitAgent(1, "because", report),
@@ -635,7 +635,7 @@ def test_a_signal_determines_the_exit_code_even_if_the_job_fails_meanwhile() -> 
     on(agent, SignalReceived(15))
     on(agent, closed(Outcome.FAILED))
     assert on(agent, WorkersStopped(1))[-1] == ExitAgent(
-        143, "because", JobReport("job7", Outcome.FAILED, "because", 1, 0)
+        143, "because", JobEnd("job7", Outcome.FAILED, "because", 1, 0)
     )
 
 

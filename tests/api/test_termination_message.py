@@ -1,7 +1,7 @@
 import json
 
 from ripstop.api.termination_message import MAX_BYTES, termination_message
-from ripstop.model.failure import Failure, JobReport
+from ripstop.model.failure import Failure, JobEnd
 from ripstop.model.round import Outcome
 
 FAILURE = Failure(3, 1, 2, "host-b", 5.0, exitcode=7, message="no such file")
@@ -12,7 +12,7 @@ def test_an_agent_that_leaves_reports_it() -> None:
 
 
 def test_the_message_has_the_outcome_and_the_culprit() -> None:
-    report = JobReport("job", Outcome.FAILED, "the budget is spent", 4, 3, (FAILURE,))
+    report = JobEnd("job", Outcome.FAILED, "the budget is spent", 4, 3, (FAILURE,))
     assert json.loads(termination_message("", report)) == {
         "outcome": "failed",
         "why": "the budget is spent",
@@ -23,7 +23,7 @@ def test_the_message_has_the_outcome_and_the_culprit() -> None:
 
 
 def test_the_message_is_shortened_to_what_kubernetes_keeps() -> None:
-    report = JobReport("job", Outcome.FAILED, "é" * 9000, 4, 3, (FAILURE,))
+    report = JobEnd("job", Outcome.FAILED, "é" * 9000, 4, 3, (FAILURE,))
     message = termination_message("", report)
     assert len(message.encode()) <= MAX_BYTES
     assert json.loads(message)["why"].endswith("é…")

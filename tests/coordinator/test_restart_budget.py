@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ripstop.coordinator.restart_budget import EARLY_FAILURE_S, Cause, RestartBudget, cause_of, is_early_failure
+from ripstop.coordinator.restart_budget import EARLY_FAILURE_S, Cause, RestartBudget, budget_cause, is_early_failure
 from ripstop.model.config import Budget
 from ripstop.model.failure import Failure, Hang
 
@@ -124,5 +124,5 @@ def test_hangs_have_their_own_budget() -> None:
 def test_a_round_with_only_hangs_is_charged_to_the_infrastructure_budget() -> None:
     hang = Failure(0, 0, 1, "h", 1.0, hang=Hang(9.0, "no heartbeat", "", "", False, "S"))
     death = Failure(1, 1, 1, "h", 1.0, exitcode=1)
-    assert cause_of([hang]) is Cause.INFRASTRUCTURE
-    assert cause_of([hang, death]) is cause_of([death]) is cause_of([]) is Cause.APPLICATION
+    assert budget_cause([hang]) is Cause.INFRASTRUCTURE
+    assert budget_cause([hang, death]) is budget_cause([death]) is budget_cause([]) is Cause.APPLICATION

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from ripstop.coordinator.stragglers import Stragglers, evidence, paces
+from ripstop.coordinator.stragglers import Stragglers, paces, straggler_evidence
 from ripstop.model.config import StragglerLimits
 from ripstop.model.events import StragglerDetected, StragglerEnded
 from ripstop.model.usage import GpuSample, NodeSample, RankSample, StepProfile
@@ -125,9 +125,9 @@ def test_the_evidence_names_throttled_gpus_steal_and_load() -> None:
         3, memory_used=70 << 30, memory_total=80 << 30, clock=345, clock_max=1980, throttled=("power brake",)
     )
     sample = NodeSample(20.0, 1, 0.0, 0, (), (GpuSample(0, clock=1980, clock_max=1980), slow), (), 3.25, 7.0)
-    assert evidence(sample, (10.0, 5.0)) == (
+    assert straggler_evidence(sample, (10.0, 5.0)) == (
         "GPU 3: 345 of 1980 MHz, throttled by power brake, 70.0 GiB of 80.0 GiB in use, "
         "CPU steal 20 %, load 3.2 per CPU"
     )
     healthy = NodeSample(20.0, 1, 0.0, 0, (), (GpuSample(0, clock=1980, clock_max=1980),))
-    assert evidence(healthy, None) == "no GPU is throttled"
+    assert straggler_evidence(healthy, None) == "no GPU is throttled"

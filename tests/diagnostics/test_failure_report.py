@@ -5,13 +5,13 @@ import json
 from msgspec.structs import replace
 
 from ripstop.diagnostics.failure_report import render, to_json
-from ripstop.model.failure import Failure, JobReport
+from ripstop.model.failure import Failure, JobEnd
 from ripstop.model.round import Outcome
 from tests.diagnostics.test_failure_ranking import CRASH, OWN, VICTIMS, victim
 
 
-def report(*failures: Failure, outcome: Outcome = Outcome.FAILED, why: str = "rank 1 on b failed") -> JobReport:
-    return JobReport("job7", outcome, why, rounds=2, restarts=1, failures=failures)
+def report(*failures: Failure, outcome: Outcome = Outcome.FAILED, why: str = "rank 1 on b failed") -> JobEnd:
+    return JobEnd("job7", outcome, why, rounds=2, restarts=1, failures=failures)
 
 
 def test_the_text_has_rank_host_time_exit_status_and_message() -> None:

@@ -10,7 +10,7 @@ from ripstop.diagnostics.hang_analysis import (
     suspect_ranks,
     suspects_in_collectives,
 )
-from ripstop.model.failure import CollectiveProgress, Failure, Hang, JobReport
+from ripstop.model.failure import CollectiveProgress, Failure, Hang, JobEnd
 from ripstop.model.round import Outcome
 
 
@@ -68,7 +68,7 @@ def test_the_report_of_a_hang_names_the_suspect_and_shows_its_stack() -> None:
     failures = (hung(0, waiting(), 99.0), hung(1, waiting(), 98.0), hung(2, busy(), 100.0))
     cause = root_cause(failures)
     assert cause is not None and cause.rank == 2
-    text = render(JobReport("job", Outcome.FAILED, "it hangs", 1, 0, failures))
+    text = render(JobEnd("job", Outcome.FAILED, "it hangs", 1, 0, failures))
     assert "hang: ranks 0,1 wait in all_reduce (train.py:41); rank 2 is in load_batch (data.py:17)" in text
     assert "root cause: rank 2 on host" in text
     assert "how      made no progress for 90 s (no heartbeat)" in text

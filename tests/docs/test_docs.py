@@ -16,7 +16,7 @@ import pytest
 
 from ripstop.cli.commands.completion import flags_to_complete
 from ripstop.coordinator.phases import TRANSITIONS
-from ripstop.model.parsers import ETCD_CONF, IGNORED_CONF, RDZV_CONF
+from ripstop.model.rendezvous_conf import ETCD_CONF, IGNORED_CONF, RDZV_CONF
 from tests.docs import crd_reference
 from tests.docs.state_diagram import PAGE, redrawn
 

@@ -10,7 +10,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from ripstop.model.events import StateReplicated, kind
+from ripstop.model.events import StateReplicated, event_kind
 from ripstop.protocol.secret import api_token
 from tests.e2e.harness import SCRIPTS, Agent, Job, WorkerEvent, wait_until
 
@@ -155,7 +155,7 @@ def test_a_job_that_ends_leaves_no_replicator(job: ReplicatedJob) -> None:
     (job.folder / "end").touch()
     assert [agent.wait() for agent in agents] == [0, 0], job.describe()
     text = "".join(path.read_text() for path in job.logs.rglob("job-events.jsonl"))
-    assert text.count(kind(StateReplicated(1, "", 0, 0))) == 1, "the job had copies"
+    assert text.count(event_kind(StateReplicated(1, "", 0, 0))) == 1, "the job had copies"
 
 
 @pytest.mark.long
@@ -176,4 +176,4 @@ def test_a_job_without_a_secret_makes_no_copies_and_says_so_once(tmp_path: Path)
         for agent in agents:
             assert agent.err.count("has no copies on other nodes: the job has no secret; set RIPSTOP_TOKEN") == 1
         text = "".join(path.read_text() for path in job.logs.rglob("job-events.jsonl"))
-        assert kind(StateReplicated(1, "", 0, 0)) not in text
+        assert event_kind(StateReplicated(1, "", 0, 0)) not in text

@@ -20,9 +20,8 @@ from ripstop.election.election import (
     Renewed,
     StepDown,
     Tick,
-    read_leader,
-    write_leader,
 )
+from ripstop.election.records import read_leader_record, write_leader_record
 from ripstop.model.errors import ProtocolError
 from ripstop.model.round import Address
 
@@ -99,7 +98,7 @@ def test_a_deleted_key_ends_leadership_and_starts_a_campaign() -> None:
 
 
 def test_a_written_leader_is_read_back() -> None:
-    assert read_leader(write_leader("jöb", HERE.address, "a"), "jöb", 7) == HERE
+    assert read_leader_record(write_leader_record("jöb", HERE.address, "a"), "jöb", 7) == HERE
 
 
 @pytest.mark.parametrize(
@@ -116,7 +115,7 @@ def test_a_written_leader_is_read_back() -> None:
 )
 def test_a_foreign_key_is_not_followed(text: str, error: str) -> None:
     with pytest.raises(ProtocolError, match=error):
-        read_leader(text, "job", 1)
+        read_leader_record(text, "job", 1)
 
 
 # a model of etcd ------------------------------------------------------------------------------------------------------

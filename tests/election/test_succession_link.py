@@ -15,7 +15,7 @@ from ripstop.model.electorate import MAX_VOTERS, Electorate, first_electorate
 from ripstop.model.errors import ProtocolError
 from ripstop.model.round import Address, Node, Place
 from ripstop.protocol.messages import Assign, Canvass, Follow, Join, Office, Ready, Redirect
-from ripstop.transport.endpoint import Bound, bind, bind_first
+from ripstop.transport.endpoint import Bound, bind, bind_first_endpoint
 from ripstop.transport.server import Server
 from ripstop.transport.websocket_link import WebSocketLink
 from tests.coordinator_fixtures import Recorder
@@ -86,7 +86,7 @@ class Agent:
 @contextlib.asynccontextmanager
 async def agents(count: int = 3, addresses: int = 3) -> AsyncIterator[tuple[list[Address], list[Agent]]]:
     seats = [Address("127.0.0.1", free_port()) for _ in range(addresses)]
-    made = [Agent(f"n{i}", seats, bind_first(seats)) for i in range(count)]
+    made = [Agent(f"n{i}", seats, bind_first_endpoint(seats)) for i in range(count)]
     try:
         yield seats, made
     finally:
@@ -135,12 +135,12 @@ async def test_a_successor_is_elected_when_the_coordinator_dies() -> None:
 async def test_the_first_coordinator_may_be_restarted_before_the_first_round() -> None:
     for _ in range(3):
         seats = [Address("127.0.0.1", free_port()) for _ in range(2)]
-        first, second = (Agent(f"n{i}", seats, bind_first(seats)) for i in range(2))
+        first, second = (Agent(f"n{i}", seats, bind_first_endpoint(seats)) for i in range(2))
         await first.heard.until(lambda heard: heard.count("linked") == 1)
         old = leader([first, second])
         other = second if old is first else first
         await old.dies()
-        again = Agent("again", seats, bind_first(seats))
+        again = Agent("again", seats, bind_first_endpoint(seats))
         try:
             await again.assigned(1)
             await other.assigned(1)

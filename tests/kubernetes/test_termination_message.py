@@ -9,7 +9,7 @@ from ripstop.api.termination_message import termination_message
 from ripstop.kubernetes.manifests import Owner
 from ripstop.kubernetes.pods import Pod
 from ripstop.kubernetes.reconcile import CreatePod, Decision, DeletePod, ElasticJob, Emit, decide
-from ripstop.model.failure import Failure, JobReport
+from ripstop.model.failure import Failure, JobEnd
 from ripstop.model.round import Outcome
 
 NOW = 1_800_000_000.0
@@ -43,7 +43,7 @@ def after(word: str, code: int) -> Decision:
     ],
 )
 def test_the_jobs_end_is_the_elastic_jobs(outcome: Outcome, failures: Any, phase: str, text: str | None) -> None:
-    report = JobReport("job", outcome, "the budget is spent", 4, 3, failures)
+    report = JobEnd("job", outcome, "the budget is spent", 4, 3, failures)
     decision = after(termination_message("", report), int(outcome is Outcome.FAILED))
     assert (decision.status["phase"], decision.status.get("lastFailure")) == (phase, text)
 
@@ -52,7 +52,7 @@ def test_the_jobs_end_is_the_elastic_jobs(outcome: Outcome, failures: Any, phase
 def test_the_culprit_is_named_once_and_with_its_last_line(message: str) -> None:
     culprit = replace(CULPRIT, message=message, log_tail=("a line", "no such file", ""))
     why = "rank 3 on host-b exited with code 7; 3 of 3 restarts are used"
-    decision = after(termination_message("", JobReport("job", Outcome.FAILED, why, 4, 3, (culprit,))), 1)
+    decision = after(termination_message("", JobEnd("job", Outcome.FAILED, why, 4, 3, (culprit,))), 1)
     assert decision.status["lastFailure"] == (
         "rank 3 on host-b exited with code 7: no such file; 3 of 3 restarts are used"
     )

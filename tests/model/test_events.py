@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from ripstop.model import events
 from ripstop.model.event_json import from_json, to_dict, to_json
-from ripstop.model.events import AgentMessage, EventRecord, NodeJoined, NodeUnhealthy, RoundEnded, WorkersStarted, kind
+from ripstop.model.events import (
+    AgentMessage,
+    EventRecord,
+    NodeJoined,
+    NodeUnhealthy,
+    RoundEnded,
+    WorkersStarted,
+    event_kind,
+)
 from ripstop.telemetry.event_file import EventFile
 from ripstop.telemetry.journal import MAX_RECORDS, Journal
 from ripstop.telemetry.log_lines import log_line
@@ -92,7 +100,7 @@ def test_a_line_is_ascii_and_begins_with_the_header() -> None:
 
 
 def test_kinds_are_in_snake_case() -> None:
-    assert kind(RoundEnded(1, "operator", "x", 0.0)) == "round_ended"
+    assert event_kind(RoundEnded(1, "operator", "x", 0.0)) == "round_ended"
 
 
 def test_long_texts_are_truncated() -> None:

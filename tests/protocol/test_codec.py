@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import fields
 
 from ripstop.model.errors import ProtocolError
-from ripstop.model.failure import Failure, JobReport
+from ripstop.model.failure import Failure, JobEnd
 from ripstop.model.field_types import MAX_ITEMS
 from ripstop.model.round import Outcome
 from ripstop.protocol.codec import MAX_FRAME_BYTES, VersionMismatch, decode, encode
@@ -183,7 +183,7 @@ def test_a_message_that_is_too_large_is_not_encoded() -> None:
 
 def test_the_last_failures_of_a_large_message_are_dropped_first() -> None:
     failures = tuple(failure(rank, MAX_FRAME_BYTES // 10) for rank in range(64))
-    report = JobReport("job", Outcome.FAILED, "why", 1, 0, failures)
+    report = JobEnd("job", Outcome.FAILED, "why", 1, 0, failures)
     kept = decode(encode(Closed(report)), (Closed,)).report.failures
     assert 0 < len(kept) < 64
     assert kept == failures[: len(kept)]

@@ -9,7 +9,7 @@ from ripstop.protocol.limits import (
     MAX_REASON,
     bounded,
     bounded_record,
-    is_valid_name,
+    is_name_within_limits,
 )
 from ripstop.protocol.messages import Closing, Failed, Heartbeat, Join, Leaving, Ready
 
@@ -70,7 +70,7 @@ def test_an_event_record_is_truncated() -> None:
 
 
 def test_a_name_is_short_and_valid_unicode() -> None:
-    assert [is_valid_name(name) for name in ("höst", "x" * MAX_NAME, "x" * (MAX_NAME + 1), "\ud800")] == [
+    assert [is_name_within_limits(name) for name in ("höst", "x" * MAX_NAME, "x" * (MAX_NAME + 1), "\ud800")] == [
         True,
         True,
         False,

@@ -48,8 +48,8 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
     job = a_job()
     (tmp_path / "x").write_text("\n".join(lines(job)) + "\n")
     found, skipped = read(tmp_path / "x")
-    assert [(r.seq, r.at, r.node, events.kind(r.event)) for r in found] == [
-        (r.seq, r.at, r.node, events.kind(r.event)) for r in job.records
+    assert [(r.seq, r.at, r.node, events.event_kind(r.event)) for r in found] == [
+        (r.seq, r.at, r.node, events.event_kind(r.event)) for r in job.records
     ]
     assert skipped == Skipped()
     assert build_report(found) == build_report(job.records)

@@ -97,7 +97,7 @@ def a_stale_success_counts(patch: pytest.MonkeyPatch) -> None:
 
 
 def survivors_are_not_stopped(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Job, "_hold", lambda job, why: [])
+    patch.setattr(Job, "_wait_for_nodes", lambda job, why: [])
 
 
 def a_rejoining_node_is_not_synchronized(patch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def a_rejoining_node_is_not_synchronized(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_highest_round_does_not_win(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(recovery, "adopt", lambda job, held, now: [])
+    patch.setattr(recovery, "adopt_newer_round", lambda job, held, now: [])
 
 
 def rounds_with_the_same_number_are_treated_as_one(patch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ from ripstop.agent.machine_state import (
     WorkersState,
 )
 from ripstop.diagnostics.failure_ranking import trimmed_ranking
-from ripstop.model.failure import Failure, JobReport
+from ripstop.model.failure import Failure, JobEnd
 from ripstop.model.round import Outcome, Place
 from ripstop.model.text_formatting import rank_list, signal_name
 from ripstop.protocol import messages
@@ -480,7 +480,7 @@ class Agent:
         leaving = messages.Leaving(why, is_planned=True, is_saved_to_disk=self.settings.has_checkpoints)
         return [SendToCoordinator(leaving), log]
 
-    def _on_closed(self, report: JobReport) -> list[AgentCommand]:
+    def _on_closed(self, report: JobEnd) -> list[AgentCommand]:
         has_succeeded = report.outcome is Outcome.SUCCEEDED
         out = self._exit_with(ExitAgent(0 if has_succeeded else 1, report.why, report))
         if has_succeeded and self.place is None:

@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from ripstop.agent.health.assessment import HealthProblem
-from ripstop.model.failure import Failure, JobReport
+from ripstop.model.failure import Failure, JobEnd
 from ripstop.model.round import Place
 from ripstop.protocol.messages import FromAgent, FromCoordinator, LastCommit
 
@@ -231,7 +231,7 @@ class ExitAgent(Struct, frozen=True):
 
     code: int
     why: str = ""
-    report: JobReport | None = None
+    report: JobEnd | None = None
 
 
 AgentCommand = (

@@ -363,7 +363,7 @@ class Api:
         decision = f"refused: {why_not}" if why_not else "accepted"
         job.record(OperatorAction(operator_commands.describe(command), call.user, decision))
         if why_not:
-            is_unknown_node = isinstance(command, DrainNode) and not operator_commands.is_member(command.node, status)
+            is_unknown_node = isinstance(command, DrainNode) and not status.has_node(command.node)
             raise RequestRefused(404 if is_unknown_node else 409, why_not)
         job.apply_command(command)
         return status
@@ -407,7 +407,7 @@ def _fault_target(status: JobStatus, fault: Fault, node: str | None) -> str:
         return node_of_rank(status, fault.rank).name
     if node is None or fault.rank >= 0:
         raise InvalidRequest(f"{fault.kind} is a fault of a node; give the node, and no rank")
-    if not operator_commands.is_member(node, status):
+    if not status.has_node(node):
         raise RequestRefused(404, f"no node {node} is part of the job; `status` lists them")
     return node
 

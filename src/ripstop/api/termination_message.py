@@ -8,13 +8,13 @@ failed: its rank and host, how it ended, and its message or its last line on std
 import json
 
 from ripstop.diagnostics.failure_ranking import root_cause
-from ripstop.model.failure import Failure, JobReport, how_it_ended
+from ripstop.model.failure import Failure, JobEnd, how_it_ended
 
 MAX_BYTES = 4096
 LEFT = "left"
 
 
-def termination_message(why: str, report: JobReport | None) -> str:
+def termination_message(why: str, report: JobEnd | None) -> str:
     """The message; its texts are shortened until it fits."""
     message: dict[str, str | int] = {"outcome": LEFT, "why": why}
     if report is not None:

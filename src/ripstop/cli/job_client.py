@@ -22,7 +22,8 @@ from ripstop.api.routes import PREFIX
 from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse_mixed
 from ripstop.model.config import COORDINATOR_PORT, Tls
 from ripstop.model.errors import HelpRequested, RipstopError, UsageError
-from ripstop.model.parsers import TLS_CONF, address, identifier, integer, job_secret, key_values, tls
+from ripstop.model.parsers import address, identifier, integer, key_values, parse_job_secret
+from ripstop.model.rendezvous_conf import TLS_CONF, tls
 from ripstop.model.round import Address
 from ripstop.system.network import describe_network_error, enable_keepalive
 from ripstop.system.socket_directory import socket_address, socket_directories
@@ -159,7 +160,7 @@ def _at_endpoint(args: ParsedArguments, environ: Mapping[str, str]) -> RunningJo
     if other := conf.keys() - TLS_CONF:
         raise UsageError(f"--rdzv-conf {min(other)}: not a key for this command; use {', '.join(sorted(TLS_CONF))}")
     certificates, _ = tls("--rdzv-conf", conf)
-    token, _ = job_secret(environ)
+    token, _ = parse_job_secret(environ)
     if token:
         from ripstop.protocol.secret import api_token
 

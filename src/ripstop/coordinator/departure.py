@@ -47,7 +47,7 @@ def begin(job: "Job", node: str, leaving: messages.Leaving) -> None:
     why_not = _why_useless(job, leaving)
     if job.departure.round == job.round > 0:
         if why_not:  # with one more node that leaves
-            _give_up(job, f"{why}; {why_not}")
+            _cancel_last_commit(job, f"{why}; {why_not}")
         return  # all nodes know already
     if job.phase is not Phase.RUNNING or node not in job.places:
         job.send(node, messages.StandBy(job.round, why))
@@ -63,10 +63,10 @@ def _why_useless(job: "Job", leaving: messages.Leaving) -> str:
     """Why there is no last commit (rule 1), or ""."""
     if job.succeeded:
         return FINISHING
-    return "" if _can_go_on(job) or leaving.is_saved_to_disk else TOO_FEW_NODES
+    return "" if _others_can_go_on(job) or leaving.is_saved_to_disk else TOO_FEW_NODES
 
 
-def _can_go_on(job: "Job") -> bool:
+def _others_can_go_on(job: "Job") -> bool:
     return job.membership.ready_count() >= job.settings.min_nodes
 
 
@@ -75,15 +75,15 @@ def on_made(job: "Job", node: str, made: messages.LastCommitMade) -> None:
     departure = job.departure
     if made.round != job.round or departure.round != job.round or node not in job.places:
         return
-    is_valid = len(made.commits) <= MAX_STATES and all(map(_is_valid, made.commits))
+    is_valid = len(made.commits) <= MAX_STATES and all(map(_is_valid_last_commit, made.commits))
     if made.why_not or not is_valid:
         why_not = made.why_not or f"node {node} reported too many States, or a value that is out of range"
-        _give_up(job, f"{departure.why}; no common commit: {why_not}")
+        _cancel_last_commit(job, f"{departure.why}; no common commit: {why_not}")
         return
     departure.done[node] = made.commits
 
 
-def _give_up(job: "Job", why: str) -> None:
+def _cancel_last_commit(job: "Job", why: str) -> None:
     """There is no last commit: the leaving nodes do not wait."""
     job.departure = Departure()
     for node in job.liveness.leaving:
@@ -91,17 +91,17 @@ def _give_up(job: "Job", why: str) -> None:
             job.send(node, messages.StandBy(job.round, why))
 
 
-def _is_valid(commit: messages.LastCommit) -> bool:
+def _is_valid_last_commit(commit: messages.LastCommit) -> bool:
     return len(commit.state) <= MAX_NAME_CHARS and 0 <= commit.number <= MAX_NUMBER
 
 
-def end_if_made(job: "Job", now: float) -> bool:
+def end_after_last_commit(job: "Job", now: float) -> bool:
     """End the round if all nodes have made its last commit, and have copies of it where they need them."""
     departure = job.departure
     if departure.round != job.round or not job.places.keys() <= departure.done.keys():
         return False
     last = _last_commits(departure)
-    if _can_go_on(job) and all(place.partner for place in job.places.values()):
+    if _others_can_go_on(job) and all(place.partner for place in job.places.values()):
         if departure.copying is None:
             departure.copying = _request_copies(job, last)
         if not all(_has_copies(job, commit) for commit in departure.copying):

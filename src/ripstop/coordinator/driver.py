@@ -30,7 +30,7 @@ from ripstop.model.config import StragglerMode
 from ripstop.model.errors import ProtocolError, QueryFailed
 from ripstop.model.event_json import from_json
 from ripstop.model.events import Sink
-from ripstop.model.failure import JobReport
+from ripstop.model.failure import JobEnd
 from ripstop.model.operator_commands import OperatorCommand
 from ripstop.model.status import JobStatus, NodeState, NodeStatus, Phase
 from ripstop.model.text_formatting import rank_list
@@ -52,7 +52,7 @@ QUERY_TIMEOUT_S = 10.0  # for an agent's reply
 log = logging.getLogger("ripstop.coordinator")
 
 
-class Session(Struct, frozen=True, eq=False):
+class CoordinatorSession(Struct, frozen=True, eq=False):
     """A connection of a node.  `send` and `close` must not call back at once; `close` sends what is queued first."""
 
     coordinator: "Coordinator"
@@ -98,35 +98,39 @@ class Coordinator:
         self._propose = propose
         self._proposed_round = predecessor.round if predecessor else 0
         self._withdraw = withdraw
-        self._queue = CommitQueue[Session]()
+        self._queue = CommitQueue[CoordinatorSession]()
         self._may_decide = may_decide
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, CoordinatorSession] = {}
         self._queries: dict[int, tuple[str, asyncio.Future[str]]] = {}  # by number: the node, and its reply
         self._last_query = 0
         self.totals = Totals()
         self._pids: dict[str, tuple[int, tuple[int, ...]]] = {}  # of connected nodes: the round, pids by local rank
         self._standbys: dict[str, tuple[StandbySample, ...]] = {}  # of connected nodes
         self.journal = Journal([self.totals.on, self._store_processes, *sinks])
-        self.journal.record(_job_started(settings), time.time())
+        limits = settings.min_nodes, settings.max_nodes, settings.budget.max_restarts
+        started = events.JobStarted(settings.run_id, ripstop.__version__, settings.own, *limits, settings.is_elected)
+        self.journal.record(started, time.time())
         self._deadline: float | None = None  # the job's clock does not pass it before the tick
         self._timer: asyncio.TimerHandle | None = None
-        self.ended: asyncio.Future[JobReport] = self._loop.create_future()
+        self.ended: asyncio.Future[JobEnd] = self._loop.create_future()
         self.history = History()
         self.stragglers = Stragglers(settings.stragglers)
         self._sampling: asyncio.Task[None] | None = None
         self._sampling_timer = self._loop.call_later(self._sampling_interval(0), self._sample)
         self._arm()
 
-    def attach(self, node: str, send: Callable[[FromCoordinator], object], close: Callable[[], object]) -> Session:
-        """A node has connected; see `Session`."""
+    def attach(
+        self, node: str, send: Callable[[FromCoordinator], object], close: Callable[[], object]
+    ) -> CoordinatorSession:
+        """A node has connected; see `CoordinatorSession`."""
         old = self._sessions.get(node)
-        session = self._sessions[node] = Session(self, node, send, close)
+        session = self._sessions[node] = CoordinatorSession(self, node, send, close)
         if old is not None:
             self._fail_queries(node)
             old.close()
         return session
 
-    def receive(self, session: Session, message: FromAgent) -> None:
+    def receive(self, session: CoordinatorSession, message: FromAgent) -> None:
         if self._sessions.get(session.node) is not session:
             return
         match message:
@@ -137,14 +141,14 @@ class Coordinator:
             case _:
                 self._feed(job_types.NodeMessage(session.node, message))
 
-    def renew(self, session: Session) -> None:
+    def renew(self, session: CoordinatorSession) -> None:
         """A heartbeat; almost always, it renews the node's lease and changes nothing else."""
         if self._sessions.get(session.node) is not session or not self._may_decide():
             return
         if self._timer is None or not self._job.renew(session.node, self._now()):
             self._feed(job_types.NodeMessage(session.node, Heartbeat()))
 
-    def detach(self, session: Session, *, returning: bool, closed_by_node: bool) -> None:
+    def detach(self, session: CoordinatorSession, *, returning: bool, closed_by_node: bool) -> None:
         if self._sessions.get(session.node) is session:
             del self._sessions[session.node]
             self._fail_queries(session.node)
@@ -326,11 +330,11 @@ class Coordinator:
         """The proposed round is committed: send it, and what follows up to the next proposed round."""
         self._send_all(self._queue.commit(round))
 
-    def _send_all(self, messages: list[tuple[Session, FromCoordinator | None]]) -> None:
+    def _send_all(self, messages: list[tuple[CoordinatorSession, FromCoordinator | None]]) -> None:
         for session, message in messages:
             self._send_or_close(session, message)
 
-    def _send_or_close(self, session: Session, message: FromCoordinator | None) -> None:
+    def _send_or_close(self, session: CoordinatorSession, message: FromCoordinator | None) -> None:
         if message is None:
             session.close()
         elif self._sessions.get(session.node, session) is session:
@@ -343,7 +347,7 @@ class Coordinator:
                 return self.settings.own in self._job.places
         return False
 
-    def _send(self, session: Session, message: FromCoordinator) -> None:
+    def _send(self, session: CoordinatorSession, message: FromCoordinator) -> None:
         """A message that cannot be encoded closes only this node's connection."""
         try:
             session.send(message)
@@ -408,8 +412,3 @@ class Coordinator:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._deadline = None
-
-
-def _job_started(settings: JobSettings) -> events.JobStarted:
-    limits = settings.min_nodes, settings.max_nodes, settings.budget.max_restarts
-    return events.JobStarted(settings.run_id, ripstop.__version__, settings.own, *limits, settings.is_elected)

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ripstop.coordinator.restart_budget import Cause, RestartBudget, RestartDecision, cause_of
+from ripstop.coordinator.restart_budget import Cause, RestartBudget, RestartDecision, budget_cause
 from ripstop.diagnostics.failure_ranking import looks_like_victim, order, root_cause, trimmed_ranking
 from ripstop.diagnostics.hang_analysis import describe, hangs_among, suspect_ranks
 from ripstop.model.config import Budget
@@ -162,7 +162,7 @@ class FailurePolicy:
             return Ruling(RestartWithout(state.departing))
         if self.is_failure_pending:
             return Ruling()
-        if cause_of(self._failures) is Cause.INFRASTRUCTURE:
+        if budget_cause(self._failures) is Cause.INFRASTRUCTURE:
             return self._start_diagnosis(state, now)
         return self._rule_on_crash(state, now)
 
@@ -188,7 +188,7 @@ class FailurePolicy:
         if decision.allowed:
             self._refundable_at, self._unexplained_round = (now, self._round) if are_victims else (None, 0)
             first = None if are_victims else root_cause(self._failures)
-            fault = (_node_of(first.rank, state.places), self._description()) if first else None
+            fault = (_node_of_failed_rank(first.rank, state.places), self._description()) if first else None
             return Ruling(Restart(RoundEndCause.APPLICATION, reason, decision.delay), fault, (charged,))
         if are_victims:
             self._deferred_failure = (now + PEER_LOSS_TIMEOUT_S, decision.why)
@@ -206,7 +206,7 @@ class FailurePolicy:
         fault = None
         if len(suspects) == 1:
             self.mark_explained()
-            fault = (_node_of(suspects[0], state.places), f"rank {suspects[0]} hung")
+            fault = (_node_of_failed_rank(suspects[0], state.places), f"rank {suspects[0]} hung")
         return Ruling(Restart(RoundEndCause.INFRASTRUCTURE, reason, decision.delay), fault, events)
 
     def _charge(self, cause: Cause, state: RoundState, now: float) -> tuple[RestartDecision, str, BudgetCharged]:
@@ -235,6 +235,6 @@ class FailurePolicy:
             self._diagnosis_end = max(self._diagnosis_end, now + PEER_LOSS_TIMEOUT_S)
 
 
-def _node_of(rank: int, places: Mapping[str, Place]) -> str:
+def _node_of_failed_rank(rank: int, places: Mapping[str, Place]) -> str:
     """The node that has this global rank; empty when no node has it."""
     return next((n for n, p in places.items() if p.first_rank <= rank < p.first_rank + p.slots), "")

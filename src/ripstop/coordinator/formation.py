@@ -22,7 +22,7 @@ MAX_NAMED = 4  # nodes in one text
 SETTLE_TIMEOUT_S = 2.0  # how long a later round waits for nodes that are not ready
 
 
-class Hold(Struct, frozen=True):
+class WaitForNodes(Struct, frozen=True):
     reason: str
 
 
@@ -75,7 +75,9 @@ class Formation:
         self._not_before = not_before
         self._quorum_since = None
 
-    def next_step(self, round: int, gathering_since: float, reason: str, now: float) -> list[Candidate] | Hold | GiveUp:
+    def next_step(
+        self, round: int, gathering_since: float, reason: str, now: float
+    ) -> list[Candidate] | WaitForNodes | GiveUp:
         """The nodes of the next round if it forms now; `round` is the last one and `reason` why it ended."""
         members, ready = self._membership, self._membership.ready_count()
         least, join_timeout = self._settings.min_nodes, self._settings.timing.join
@@ -83,7 +85,7 @@ class Formation:
             self._quorum_since = None
             if now < gathering_since + join_timeout:
                 at_least = "at least " if least < self._settings.max_nodes else ""
-                return Hold(f"waiting: {ready} of {at_least}{least} nodes are ready ({reason})")
+                return WaitForNodes(f"waiting: {ready} of {at_least}{least} nodes are ready ({reason})")
             unhealthy = members.first_unhealthy()
             detail = f"; node {unhealthy} is {members.unfit_reason(unhealthy)}" if unhealthy else ""
             need = f"{least} nodes are needed and {ready} ready after {join_timeout:g} s{detail}"
@@ -93,11 +95,11 @@ class Formation:
             if not self.highest_round:
                 members.notify_all_again()  # the last call starts
         if now < self._not_before:
-            return Hold(reason)
+            return WaitForNodes(reason)
         left = self._quorum_since + self._time_for_more() - now
         is_complete = left <= 0 or members.is_complete(self.target, first=round == 0)
         if members.liveness.disconnected or not is_complete:
-            return Hold(self._waiting_for_more(ready, left, reason))
+            return WaitForNodes(self._waiting_for_more(ready, left, reason))
         return members.candidates(self.target)
 
     def _time_for_more(self) -> float:

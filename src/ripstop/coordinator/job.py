@@ -42,7 +42,7 @@ from ripstop.coordinator import (
     recovery,
     replication_plan,
 )
-from ripstop.coordinator.formation import ChangeRound, Formation, GiveUp, Hold, Keep
+from ripstop.coordinator.formation import ChangeRound, Formation, GiveUp, Keep, WaitForNodes
 from ripstop.coordinator.job_memory import JobMemory
 from ripstop.coordinator.job_types import Disconnect, JobCommand, JobInput, JobSettings, Predecessor, RecordEvent, Send
 from ripstop.coordinator.liveness import LATE_TICK_S
@@ -52,7 +52,7 @@ from ripstop.coordinator.restart_budget import RestartBudget, is_early_failure
 from ripstop.model import events
 from ripstop.model import operator_commands as operator
 from ripstop.model.events import RoundEndCause
-from ripstop.model.failure import Failure, JobReport
+from ripstop.model.failure import Failure, JobEnd
 from ripstop.model.round import Outcome, Place
 from ripstop.model.status import JobStatus, Phase
 from ripstop.protocol import messages
@@ -68,7 +68,7 @@ class Job:
         self.phase = Phase.GATHERING
         self.round = 0  # the number of the live or last round
         self.progressed = False  # a worker of this round has reported a step or a checkpoint
-        self.report: JobReport | None = None
+        self.report: JobEnd | None = None
         self.membership = Membership(settings)
         self.liveness = self.membership.liveness
         self.members: Mapping[str, Member] = self.membership.members  # read only
@@ -153,11 +153,11 @@ class Job:
             case Phase.GATHERING:
                 times += self.formation.gathering_deadlines(self.phase_since)
             case Phase.RECOVERING:
-                times.append(recovery.deadline(self))
+                times.append(recovery.recovery_deadline(self))
             case Phase.RUNNING:
                 times += self.formation.resize_deadlines(self._now)
             case Phase.CLOSING:
-                times.append(job_end.report_deadline(self))
+                times.append(job_end.final_report_deadline(self))
             case Phase.CLOSED:
                 times = [job_end.end_deadline(self)]
         return min((t for t in times if t > self._now), default=None)
@@ -173,7 +173,7 @@ class Job:
 
     def _on_message(self, node: str, message: messages.FromAgent, now: float) -> None:
         if self.phase is Phase.CLOSED:
-            job_end.on_message(self, node, message, now)
+            job_end.on_message_after_end(self, node, message, now)
             return
         if isinstance(message, messages.Join):
             self._on_join(node, message, now)
@@ -250,7 +250,7 @@ class Job:
             return
         held = join.held
         if held is not None and held.round > self.round:
-            recovery.adopt(self, held, now)
+            recovery.adopt_newer_round(self, held, now)
         if self.phase is Phase.RECOVERING and held is not None and recovery.is_recovered(self, held):
             self.membership.set_place(node, held, now)
             self.last_return = now
@@ -416,11 +416,11 @@ class Job:
             case Phase.RECOVERING:
                 self._resume_or_end(now)
             case Phase.GATHERING:
-                self._form_or_hold(now)
+                self._form_or_wait(now)
             case Phase.RUNNING if self.places.keys() <= self.succeeded:
                 job_end.close(self, Outcome.SUCCEEDED, "all workers exited 0", now)
-            case Phase.RUNNING if departure.end_if_made(self, now):
-                self._form_or_hold(now)
+            case Phase.RUNNING if departure.end_after_last_commit(self, now):
+                self._form_or_wait(now)
             case Phase.RUNNING if self.failure_policy.is_undecided:
                 ruling = self.failure_policy.review(self._round_state(now), now)
                 if ruling.action:
@@ -450,18 +450,18 @@ class Job:
                     self.failure_policy.mark_explained()
                     self.events += self.membership.record_fault(removed, self.membership.unfit_reason(removed), now)
                 self.end_round(cause, reason, now)
-                self._form_or_hold(now)
+                self._form_or_wait(now)
 
-    def _form_or_hold(self, now: float) -> None:
+    def _form_or_wait(self, now: float) -> None:
         match self.formation.next_step(self.round, self.phase_since, self.why, now):
-            case Hold(reason):
-                self._hold(reason)
+            case WaitForNodes(reason):
+                self._wait_for_nodes(reason)
             case GiveUp(reason):
                 job_end.close(self, Outcome.FAILED, reason, now)
             case candidates:
                 self._form(candidates, now)
 
-    def _hold(self, why: str) -> None:
+    def _wait_for_nodes(self, why: str) -> None:
         """Once: stop the nodes of the last round, and notify the waiting nodes."""
         self._notify(self.membership.take_nodes_to_notify(), why)
         if not self.is_held:
@@ -481,7 +481,7 @@ class Job:
         nodes = ranks.order(candidates, self.settings.rank_by)
         host = nodes[0].id
         if not self.members[host].port:
-            self._hold(f"waiting for node {host} to offer a port for the store ({self.why})")
+            self._wait_for_nodes(f"waiting for node {host} to offer a port for the store ({self.why})")
             return
         self.round = self.formation.highest_round = max(self.round, self.formation.highest_round) + 1
         store = self.membership.take_port(host, self.round)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from ripstop.coordinator.job_types import Disconnect, JobEnded
 from ripstop.model.events import JobClosed, JobClosing
-from ripstop.model.failure import JobReport
+from ripstop.model.failure import JobEnd
 from ripstop.model.round import Outcome
 from ripstop.model.status import Phase
 from ripstop.protocol.limits import truncate_reason
@@ -28,7 +28,7 @@ def close(job: "Job", outcome: Outcome, why: str, now: float) -> None:
         return
     job.why = why = truncate_reason(why)
     job.failure_policy.reset()
-    job.report = JobReport(job.settings.run_id, outcome, why, job.round, job.restarts.used)
+    job.report = JobEnd(job.settings.run_id, outcome, why, job.round, job.restarts.used)
     job.enter(Phase.CLOSING, now)
     if outcome is not Outcome.SUCCEEDED:
         job.awaiting_stop = set(job.members)
@@ -41,7 +41,7 @@ def close(job: "Job", outcome: Outcome, why: str, now: float) -> None:
 def finish(job: "Job", now: float) -> None:
     """Send the report once the failures of all nodes have arrived, or their time is over."""
     assert job.report is not None
-    if job.awaiting_stop and now < report_deadline(job):
+    if job.awaiting_stop and now < final_report_deadline(job):
         return
     failures = () if job.report.outcome is Outcome.SUCCEEDED else job.failure_policy.failures()
     job.report = report = replace(job.report, rounds=job.round, restarts=job.restarts.used, failures=failures)
@@ -60,7 +60,7 @@ def end(job: "Job", now: float) -> None:
         job.commands.append(JobEnded(job.report))
 
 
-def report_deadline(job: "Job") -> float:
+def final_report_deadline(job: "Job") -> float:
     return job.phase_since + job.settings.timing.shutdown + FINAL_REPORT_TIMEOUT_S
 
 
@@ -68,7 +68,7 @@ def end_deadline(job: "Job") -> float:
     return job.phase_since + FINAL_REPORT_TIMEOUT_S
 
 
-def on_message(job: "Job", name: str, message: FromAgent, now: float) -> None:
+def on_message_after_end(job: "Job", name: str, message: FromAgent, now: float) -> None:
     """A message after the end."""
     assert job.report is not None
     match message:

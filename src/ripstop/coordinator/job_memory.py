@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ripstop.coordinator.restart_budget import Cause
 from ripstop.model.job_memory import MAX_CHARGES, MAX_FAULTS, MAX_RECORDS, MAX_WHY, FaultMemory, Memory
 from ripstop.model.text_formatting import truncate
-from ripstop.protocol.limits import is_valid_name
+from ripstop.protocol.limits import is_name_within_limits
 from ripstop.protocol.messages import Remember
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class JobMemory:
             low, high = job.settings.min_nodes, job.settings.max_nodes
             job.formation.scale(min(max(memory.target, low), high))
         for record in memory.quarantine[:MAX_RECORDS]:
-            if is_valid_name(record.node) and is_valid_name(record.host):
+            if is_name_within_limits(record.node) and is_name_within_limits(record.host):
                 faults = [sent_at - age for age in record.faults[:MAX_FAULTS]]
                 until = None if record.remaining is None else sent_at + record.remaining
                 job.membership.restore_faults(record.node, record.host, faults, until, record.why[:MAX_WHY], now)

@@ -4,7 +4,7 @@ from msgspec import Struct, field
 
 from ripstop.model.config import Budget, QuarantineLimits, StragglerLimits, Timing
 from ripstop.model.events import Event
-from ripstop.model.failure import JobReport
+from ripstop.model.failure import JobEnd
 from ripstop.model.operator_commands import OperatorCommand
 from ripstop.model.round import RankBy
 from ripstop.protocol.messages import FromAgent, FromCoordinator
@@ -102,7 +102,7 @@ class RecordEvent(Struct, frozen=True):
 class JobEnded(Struct, frozen=True):
     """The job is over, and every reachable node has the report."""
 
-    report: JobReport
+    report: JobEnd
 
 
 JobCommand = Send | Disconnect | RecordEvent | JobEnded

@@ -24,7 +24,7 @@ from ripstop.coordinator.ranks import Candidate
 from ripstop.model.config import MAX_SLOTS
 from ripstop.model.events import Event, NodeHealthy, NodeJoined, NodeQuarantined, NodeReleased, NodeUnhealthy
 from ripstop.model.round import Address, Node, Place
-from ripstop.protocol.limits import MAX_NAME, invalid_name, max_round
+from ripstop.protocol.limits import MAX_NAME, max_round, name_outside_limits
 from ripstop.protocol.messages import Join, Ready
 
 MAX_HEALTH_CHECK_S = 30.0  # the longest time that a node's health check may take
@@ -339,7 +339,7 @@ def rejection_reason(node: str, join: Join, settings: JobSettings, staying: Iter
     highest, held = max_round(known_round), join.held.round if join.held else 0
     if not (0 <= join.newest <= highest and 0 <= held <= highest):
         return f"a round is from 0 to {highest} here, node {node} reports {join.newest} and {held}; restart the agent"
-    if what := invalid_name(join.node, join.held):
+    if what := name_outside_limits(join.node, join.held):
         return f"a name is text of at most {MAX_NAME} characters, the {what} of node {node} is not; change it"
     return _rank_rejection_reason(join.node, high, staying) if settings.fixed_ranks else ""
 

@@ -51,7 +51,7 @@ class MetricsCollector:
         collection = await self._current()
         if collection.page is None:
             totals = copy.deepcopy(self._coordinator.totals)
-            rendering = asyncio.to_thread(_page, totals, collection.status, collection.samples, time.time())
+            rendering = asyncio.to_thread(_metrics_page, collection, totals, time.time())
             collection.page = asyncio.create_task(rendering, name="ripstop-metrics")
         return await asyncio.shield(collection.page)
 
@@ -115,10 +115,10 @@ class MetricsCollector:
         return {node: reply for node, reply in replies.items() if isinstance(reply, NodeSample)}
 
 
-def _page(totals: Totals, status: JobStatus, samples: Mapping[str, NodeSample], now: float) -> bytes:
+def _metrics_page(collection: Collection, totals: Totals, now: float) -> bytes:
     from ripstop.telemetry.prometheus import page  # imports prometheus_client: only when needed
 
-    return page(totals, status, samples, now)
+    return page(totals, collection.status, collection.samples, now)
 
 
 def _usage(collection: Collection, checkpoint: tuple[int, float] | None, own_times: Mapping[int, float]) -> Usage:

@@ -77,7 +77,7 @@ def _by_address(node: Node) -> tuple[int, int, Any]:
     try:
         ip = ip_address(node.host.partition("%")[0])
     except ValueError:
-        return 9, 0, _natural(node.host)
+        return 9, 0, _by_natural_order(node.host)
     return ip.version, int(ip), ()
 
 
@@ -85,7 +85,7 @@ def _by_number(node: Node) -> tuple[bool, int]:
     return node.number is None, node.number or 0
 
 
-def _natural(text: str) -> list[tuple[int, str]]:
+def _by_natural_order(text: str) -> list[tuple[int, str]]:
     """Sorts rack9 before rack10: digits compare as numbers, without the conversion of a long text to an int."""
     parts = re.findall(r"[0-9]+|[^0-9]+", text)
     return [(len(part.lstrip("0")), part.lstrip("0")) if part[0] in "0123456789" else (-1, part) for part in parts]
@@ -95,7 +95,7 @@ _KEYS: dict[RankBy, Callable[[Node], Any]] = {
     RankBy.JOIN: lambda node: 0,
     RankBy.ADDRESS: _by_address,
     RankBy.SLOT: _by_number,
-    RankBy.LABEL: lambda node: _natural(node.label),
+    RankBy.LABEL: lambda node: _by_natural_order(node.label),
 }
 
 

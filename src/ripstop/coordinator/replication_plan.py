@@ -74,13 +74,12 @@ class _Sets(Struct):
     complete_since: float = 0.0
     bytes: int = 0  # that all nodes have copied, of complete sets
 
-
-def _status(name: str, sets: _Sets, now: float) -> ReplicationStatus:
-    complete, commits, seconds = sets.complete or CommitId(0, 0), None, None
-    if sets.complete is not None and complete.round == sets.round:
-        commits = max(report.newest for report in sets.reports.values()) - complete.number
-        seconds = max(0.0, now - sets.complete_since)
-    return ReplicationStatus(name, complete.round, complete.number, commits, seconds, sets.bytes)
+    def status(self, name: str, now: float) -> ReplicationStatus:
+        complete, commits, seconds = self.complete or CommitId(0, 0), None, None
+        if self.complete is not None and complete.round == self.round:
+            commits = max(report.newest for report in self.reports.values()) - complete.number
+            seconds = max(0.0, now - self.complete_since)
+        return ReplicationStatus(name, complete.round, complete.number, commits, seconds, self.bytes)
 
 
 class ReplicationPlan:
@@ -99,7 +98,7 @@ class ReplicationPlan:
         return sum(report.size for report in self._states[state].reports.values())
 
     def status(self, now: float) -> tuple[ReplicationStatus, ...]:
-        return tuple(_status(name, sets, now) for name, sets in self._states.items())
+        return tuple(sets.status(name, now) for name, sets in self._states.items())
 
     def on_report(
         self, node: str, report: Replicated, nodes: Collection[str], now: float

@@ -27,7 +27,7 @@ class Cause(StrEnum):
     INFRASTRUCTURE = "infrastructure"
 
 
-def cause_of(failures: Iterable[Failure]) -> Cause:
+def budget_cause(failures: Iterable[Failure]) -> Cause:
     """A round in which every failure is a hang is charged to the infrastructure budget."""
     hangs = [failure.hang is not None for failure in failures]
     return Cause.INFRASTRUCTURE if hangs and all(hangs) else Cause.APPLICATION

@@ -139,7 +139,7 @@ class Stragglers:
                     over.append(number)
         for node, sample in current.items():
             if node in began or any(rank.is_straggler for rank in self._ranks.values() if rank.node == node):
-                self._evidence[node] = evidence(sample, self._steal.get(node))
+                self._evidence[node] = straggler_evidence(sample, self._steal.get(node))
             if sample.steal is not None:
                 self._steal[node] = sample.at, sample.steal
         events += self._end(over, "as fast as its peers again", now)
@@ -203,9 +203,9 @@ def describe(node: str, ranks: list[int], pace: Pace, found: str) -> str:
     return f"{what}; {found}" if found else what
 
 
-def evidence(sample: NodeSample, before: tuple[float, float] | None) -> str:
+def straggler_evidence(sample: NodeSample, before: tuple[float, float] | None) -> str:
     """What the node's hardware and kernel say; `before` is the time of an earlier sample, and its stolen time."""
-    parts = [_gpu_text(gpu) for gpu in sample.gpus if _is_slow(gpu)][:MAX_GPUS]
+    parts = [_slow_gpu_text(gpu) for gpu in sample.gpus if _is_slow(gpu)][:MAX_GPUS]
     if not parts and sample.gpus:
         parts.append("no GPU is throttled")
     if before is not None and sample.steal is not None and sample.at > before[0]:
@@ -219,7 +219,7 @@ def _is_slow(gpu: GpuSample) -> bool:
     return bool(gpu.throttled) or bool(gpu.clock and gpu.clock_max and gpu.clock < LOW_CLOCK * gpu.clock_max)
 
 
-def _gpu_text(gpu: GpuSample) -> str:
+def _slow_gpu_text(gpu: GpuSample) -> str:
     facts = [f"{gpu.clock} of {gpu.clock_max} MHz"] if gpu.clock and gpu.clock_max else []
     facts += [f"throttled by {' and '.join(gpu.throttled)}"] if gpu.throttled else []
     if gpu.memory_used is not None and gpu.memory_total:

@@ -7,7 +7,7 @@ from msgspec import to_builtins
 
 from ripstop.diagnostics.failure_ranking import order
 from ripstop.diagnostics.hang_analysis import describe, hangs_among
-from ripstop.model.failure import Failure, JobReport, how_it_ended
+from ripstop.model.failure import Failure, JobEnd, how_it_ended
 from ripstop.model.round import Outcome
 from ripstop.model.text_formatting import truncate
 
@@ -17,7 +17,7 @@ _MAX_OTHERS = 15  # that are printed besides the root cause
 # JSON -----------------------------------------------------------------------------------------------------------------
 
 
-def to_json(report: JobReport) -> str:
+def to_json(report: JobEnd) -> str:
     """The report as a JSON object; `root_cause` is the first of `failures`, or null."""
     import json  # only if a job has failed: every agent loads this module at its start
 
@@ -29,12 +29,12 @@ def to_json(report: JobReport) -> str:
 # text -----------------------------------------------------------------------------------------------------------------
 
 
-def render(report: JobReport, width: int = 100) -> str:
+def render(report: JobEnd, width: int = 100) -> str:
     """The text that is printed at the end of a job."""
     return "\n".join(_lines(report, width)) + "\n"
 
 
-def _lines(report: JobReport, width: int) -> Iterator[str]:
+def _lines(report: JobEnd, width: int) -> Iterator[str]:
     counts = f"{_count(report.rounds, 'round')}, {_count(report.restarts, 'restart')}"
     yield from _wrapped(f"job {report.run_id} {report.outcome.value} ({counts}): {report.why}", width)
     if report.outcome is Outcome.SUCCEEDED or not report.failures:

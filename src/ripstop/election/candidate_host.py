@@ -9,18 +9,18 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable
 
-from ripstop.coordinator.driver import Coordinator, Session
+from ripstop.coordinator.driver import Coordinator, CoordinatorSession
 from ripstop.coordinator.job_types import JobSettings, Predecessor
 from ripstop.election.candidate import Announce, Candidate, CandidateCommand, Lead, SendTo, StepDown
-from ripstop.election.leadership import boot_time
 from ripstop.election.voter import Voter
 from ripstop.model.electorate import MAX_VOTERS, Electorate
 from ripstop.model.errors import ProtocolError
 from ripstop.model.events import Sink
-from ripstop.model.failure import JobReport
+from ripstop.model.failure import JobEnd
 from ripstop.model.round import Address
-from ripstop.protocol.limits import is_valid_name, max_round
+from ripstop.protocol.limits import is_name_within_limits, max_round
 from ripstop.protocol.messages import Follow, FromAgent, FromCoordinator, Left, Office, Promise, Renewed
+from ripstop.system.linux import boot_time
 
 log = logging.getLogger("ripstop.coordinator")
 
@@ -29,7 +29,7 @@ SETTLE_TIMEOUT_S = 1.0  # for a coordinator that leaves to tell its voters
 MAX_STEP = 1 << 20  # a peer cannot exhaust the numbers of epochs and electorates
 
 
-class Peer:
+class CandidatePeer:
     """One agent's connection; the server calls `receive`, `renew` and `detach`."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Peer:
         self.node = node
         self.send = send
         self.close = close
-        self.session: Session | None = None  # with the coordinator
+        self.session: CoordinatorSession | None = None  # with the coordinator
         self._host = host
 
     def receive(self, message: FromAgent) -> None:
@@ -75,14 +75,14 @@ class CandidateHost:
         self.settings = settings
         self.coordinator: Coordinator | None = None
         self._loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[JobReport] = self._loop.create_future()
+        self.ended: asyncio.Future[JobEnd] = self._loop.create_future()
         self._candidate = Candidate(node, voter, settings.timing.lease)
         self._seat = seat
         self._seats = frozenset(voter.electorate.voters)  # the addresses of --rdzv-endpoint
         self._sinks = tuple(sinks)
         self._on_leader = on_leader
         self._failed = failed
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, CandidatePeer] = {}
         self._settled = asyncio.Event()  # all voters that matter know the electorate
         self._timer: asyncio.TimerHandle | None = None
         self._missing_timer: asyncio.TimerHandle | None = None
@@ -93,21 +93,23 @@ class CandidateHost:
 
     # connections ------------------------------------------------------------------------------------------------------
 
-    def attach(self, node: str, send: Callable[[FromCoordinator], object], close: Callable[[], object]) -> Peer:
+    def attach(
+        self, node: str, send: Callable[[FromCoordinator], object], close: Callable[[], object]
+    ) -> CandidatePeer:
         """An agent has connected; a second connection replaces the first."""
         old = self._peers.get(node)
-        peer = self._peers[node] = Peer(self, node, send, close)
+        peer = self._peers[node] = CandidatePeer(self, node, send, close)
         if old is not None:
             self._candidate.on_disconnected(node)
             old.close()
         return peer
 
-    def receive(self, peer: Peer, message: FromAgent) -> None:
+    def receive(self, peer: CandidatePeer, message: FromAgent) -> None:
         if self._peers.get(peer.node) is not peer:
             return
         match message:
             case Follow(epoch=epoch, electorate=electorate) | Promise(epoch=epoch, electorate=electorate):
-                _check(electorate, epoch, self._candidate)
+                _check_peer_electorate(electorate, epoch, self._candidate)
                 if isinstance(message, Follow) and message.seat and message.seat not in self._seats:
                     raise ProtocolError("the address of a voter must be one of --rdzv-endpoint, this one is not")
                 self._execute(self._candidate.on_message(peer.node, message, boot_time()))
@@ -119,12 +121,12 @@ class CandidateHost:
                 if isinstance(message, Left):
                     self._execute(self._candidate.on_left(peer.node, boot_time()))
 
-    def renew(self, peer: Peer) -> None:
+    def renew(self, peer: CandidatePeer) -> None:
         """A heartbeat: it renews the node's lease in the job.  What a candidate must know, it asks for (`Renew`)."""
         if self._peers.get(peer.node) is peer and peer.session is not None:
             peer.session.renew()
 
-    def detach(self, peer: Peer, *, returning: bool, closed_by_node: bool) -> None:
+    def detach(self, peer: CandidatePeer, *, returning: bool, closed_by_node: bool) -> None:
         if peer.session is not None:
             peer.session.detach(returning=returning, closed_by_node=closed_by_node)
         if self._peers.get(peer.node) is peer:
@@ -171,7 +173,7 @@ class CandidateHost:
         else:
             self._settled.clear()
 
-    def _admit(self, peer: Peer) -> None:
+    def _admit(self, peer: CandidatePeer) -> None:
         if self.coordinator is not None and peer.session is None:
             peer.session = self.coordinator.attach(peer.node, peer.send, peer.close)
 
@@ -201,7 +203,7 @@ class CandidateHost:
         for peer in peers.values():
             peer.close()
 
-    def _on_ended(self, ended: asyncio.Future[JobReport]) -> None:
+    def _on_ended(self, ended: asyncio.Future[JobEnd]) -> None:
         if ended.cancelled():
             return
         if (defect := ended.exception()) is not None:
@@ -232,7 +234,7 @@ class CandidateHost:
             log.info("the first election needs a reply from every address of --rdzv-endpoint; missing: %s", missing)
 
 
-def _check(electorate: Electorate, epoch: int, candidate: Candidate) -> None:
+def _check_peer_electorate(electorate: Electorate, epoch: int, candidate: Candidate) -> None:
     """What a candidate keeps and sends to all voters is bounded."""
     known, newest = candidate.electorate, candidate.highest_epoch
     counts = (epoch, newest), (electorate.epoch, newest), (electorate.serial, known.serial)
@@ -241,5 +243,5 @@ def _check(electorate: Electorate, epoch: int, candidate: Candidate) -> None:
     if not electorate.voters or not 0 <= electorate.round <= max_round(known.round):
         raise ProtocolError("an electorate has voters, and a round near the highest known one; this one has not")
     names = (*electorate.voters, *electorate.outgoing)
-    if max(len(electorate.voters), len(electorate.outgoing)) > MAX_VOTERS or not all(map(is_valid_name, names)):
+    if max(len(electorate.voters), len(electorate.outgoing)) > MAX_VOTERS or not all(map(is_name_within_limits, names)):
         raise ProtocolError(f"an electorate has at most {MAX_VOTERS} voters with valid names, this one has not")

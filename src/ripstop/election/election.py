@@ -11,17 +11,11 @@ coordinator's state is soft, so this key is all that etcd stores of a running jo
 4.  A key that ripstop did not write, or wrote for another job, is neither followed nor overwritten.
 """
 
-import json
-from typing import Any
-
 from msgspec import Struct
 
-from ripstop.model.errors import ProtocolError
 from ripstop.model.round import Address
 
-VERSION = 1
 LEASE_MARGIN = 0.1  # fraction of a lease: for clocks of different speed, and the time to step down
-MAX_VALUE_CHARS = 4096
 
 
 class Leader(Struct, frozen=True):
@@ -151,45 +145,3 @@ class Election:
 
 def _leadership_end(requested_at: float, ttl: float) -> float:
     return requested_at + ttl * (1 - LEASE_MARGIN)  # rule 2
-
-
-# the key's value ------------------------------------------------------------------------------------------------------
-
-
-def write_leader(run_id: str, address: Address, node: str) -> str:
-    return json.dumps(
-        {"ripstop": VERSION, "run_id": run_id, "host": address.host, "port": address.port, "node": node},
-        ensure_ascii=False,
-    )
-
-
-def read_leader(text: str, run_id: str, revision: int) -> Leader:
-    """The leader that `write_leader` wrote; a `ProtocolError` for any other value (rule 4)."""
-    match parse_record(text, run_id, version=VERSION, max_size=MAX_VALUE_CHARS):
-        case {"host": str(host), "port": int(port), "node": str(node)} if host and 0 < port < 65536:
-            return Leader(Address(host, port), node, revision)
-    raise _foreign_record(text)
-
-
-def parse_record(text: str | bytes, run_id: str, *, version: int, max_size: int) -> dict[str, Any]:
-    """A JSON object with `ripstop`, the version that wrote it, and `run_id`, its job.
-
-    A record of another program, version or job is a `ProtocolError`; the reader leaves it unchanged.
-    """
-    try:
-        value: Any = json.loads(text) if len(text) <= max_size else None
-    except (ValueError, RecursionError):
-        value = None
-    match value:
-        case {"ripstop": int(other)} if other != version:
-            raise ProtocolError(f"it was written by another version of ripstop ({other}, this one writes {version})")
-        case {"ripstop": int(), "run_id": str(other)} if other != run_id:
-            raise ProtocolError(f"it was written for job {other[:80]!r}, not for {run_id!r}")
-        case {"ripstop": int(), "run_id": str()}:
-            return dict(value)
-    raise _foreign_record(text)
-
-
-def _foreign_record(text: str | bytes) -> ProtocolError:
-    """The error for a value that ripstop did not write."""
-    return ProtocolError(f"it was not written by ripstop: found {text[:80]!r}")

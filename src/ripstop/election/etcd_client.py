@@ -119,7 +119,7 @@ class EtcdClient:
         Returns etcd's revision, or 0 after `failure`; and the results of each `get` among the requests.
         """
         reply = await self.call("kv/txn", {"compare": conditions, "success": success, "failure": failure})
-        with parsing():
+        with parsing_etcd_reply():
             revision = int(reply["header"]["revision"])
             ranges = [each["response_range"] for each in reply.get("responses", ()) if "response_range" in each]
             found = [_key_value(one["kvs"][0]) if one.get("kvs") else None for one in ranges]
@@ -153,13 +153,13 @@ class EtcdClient:
     async def grant(self, ttl: int) -> tuple[int, float]:
         """A new lease: its id, and its time to live in seconds, which may be longer than requested."""
         reply = await self.call("lease/grant", {"TTL": str(ttl)})
-        with parsing():
+        with parsing_etcd_reply():
             return int(reply["ID"]), float(reply["TTL"])
 
     async def keep_alive(self, lease: int, timeout: float = REQUEST_TIMEOUT_S) -> float:
         """Renew a lease: its time to live in seconds; 0 if the lease does not exist any more."""
         reply = await self.call("lease/keepalive", {"ID": str(lease)}, timeout)
-        with parsing():
+        with parsing_etcd_reply():
             return float(reply.get("result", {}).get("TTL", 0))
 
     async def revoke(self, lease: int) -> None:
@@ -204,7 +204,7 @@ class EtcdClient:
         self._token = ""
         credentials = {"name": self._user, "password": self._password}
         reply = await self._call_members("auth/authenticate", credentials, REQUEST_TIMEOUT_S)
-        with parsing():
+        with parsing_etcd_reply():
             self._token = str(reply["token"])
 
     async def _call_members(self, path: str, body: Json, timeout: float) -> Json:
@@ -221,7 +221,7 @@ class EtcdClient:
                     raise Denied(
                         f"the certificate of etcd at {endpoint} is not trusted ({why}); give its authority as cacert"
                     ) from error
-                errors.append(f"{endpoint}: {_describe(error, timeout)}")
+                errors.append(f"{endpoint}: {_describe_etcd_error(error, timeout)}")
                 self._current = (self._current + 1) % len(self._endpoints)
         raise Unavailable("; ".join(errors))
 
@@ -304,7 +304,7 @@ def _key_value(kv: Json) -> KeyValue:
 
 
 @contextmanager
-def parsing() -> Iterator[None]:
+def parsing_etcd_reply() -> Iterator[None]:
     """A field that is missing in a reply is a `Denied`: the server is not etcd."""
     try:
         yield
@@ -312,7 +312,7 @@ def parsing() -> Iterator[None]:
         raise Denied(f"the reply is not etcd's ({error!r}); give the address of an etcd, 3.4 or later") from error
 
 
-def _describe(error: BaseException, timeout: float) -> str:
+def _describe_etcd_error(error: BaseException, timeout: float) -> str:
     if isinstance(error, aiohttp.ServerDisconnectedError):
         return "closed the connection (if this etcd requires TLS, use --rdzv-conf=protocol=https,cacert=FILE)"
     return describe_network_error(error, timeout)

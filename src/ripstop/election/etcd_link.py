@@ -17,17 +17,18 @@ from collections.abc import Callable, Coroutine, Iterable
 from ripstop.coordinator.driver import Coordinator
 from ripstop.coordinator.job_end import FINAL_REPORT_TIMEOUT_S
 from ripstop.coordinator.job_types import JobSettings
-from ripstop.election import election
+from ripstop.election import election, records
 from ripstop.election.etcd_client import Denied, EtcdClient, KeyValue, Unavailable, prefix_range
-from ripstop.election.leadership import OUTCOME_TTL_S, Candidacy, Leadership, become_candidate, boot_time, revoke
+from ripstop.election.leadership import OUTCOME_TTL_S, Candidacy, Leadership, become_candidate, give_up_lease
 from ripstop.model.config import Etcd, Tls
 from ripstop.model.errors import ProtocolError
 from ripstop.model.events import Sink
-from ripstop.model.failure import JobReport
+from ripstop.model.failure import JobEnd
 from ripstop.model.round import Address
 from ripstop.protocol import secret
 from ripstop.protocol.codec import decode, encode
 from ripstop.protocol.messages import Closed, FromAgent, FromCoordinator
+from ripstop.system.linux import boot_time
 from ripstop.transport.link import Listener
 from ripstop.transport.server import Server
 from ripstop.transport.tls import client_context, server_context
@@ -204,7 +205,7 @@ class EtcdLink:
     async def _on_leader_key(self, entry: KeyValue) -> None:
         """The key names a leader.  It may be this agent, without a reply to its campaign, if the reply was lost."""
         try:
-            leader = election.read_leader(entry.value.decode(errors="replace"), self._run_id, entry.created)
+            leader = records.read_leader_record(entry.value.decode(errors="replace"), self._run_id, entry.created)
         except ProtocolError as error:
             raise ProtocolError(
                 f"etcd's key {self._leader_key} cannot be used: {error}; "
@@ -283,7 +284,7 @@ class EtcdLink:
             self._withdraw()
             lease = self._settings.timing.lease
             candidacy = self._candidacy = await become_candidate(self._client, lease, self._local_addr, self._port)
-        value = election.write_leader(self._run_id, candidacy.address, self._node)
+        value = records.write_leader_record(self._run_id, candidacy.address, self._node)
         try:
             entry = await self._client.create(self._leader_key, value, candidacy.lease, unless=self._outcome_key)
         except Denied:
@@ -298,7 +299,7 @@ class EtcdLink:
         """Close the socket and revoke the lease of a candidacy."""
         if self._candidacy is not None:
             self._candidacy.bound.listening.close()
-            self._start_task(revoke(self._client, self._candidacy.lease))
+            self._start_task(give_up_lease(self._client, self._candidacy.lease))
             self._candidacy = None
 
     # leading ----------------------------------------------------------------------------------------------------------
@@ -330,7 +331,7 @@ class EtcdLink:
             self._timer.cancel()
         self._start_task(leadership.close())
 
-    def _on_job_ended(self, ended: asyncio.Future[JobReport]) -> None:
+    def _on_job_ended(self, ended: asyncio.Future[JobEnd]) -> None:
         if ended.cancelled():
             return
         if (defect := ended.exception()) is not None:

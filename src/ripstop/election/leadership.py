@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import time
 from collections.abc import Callable
 
 from msgspec import Struct
@@ -14,6 +13,7 @@ from ripstop.election.election import Expired, Leader, Renewed
 from ripstop.election.etcd_client import Denied, EtcdClient, Unavailable
 from ripstop.model.errors import RipstopError
 from ripstop.model.round import Address
+from ripstop.system.linux import boot_time
 from ripstop.system.network import describe_network_error
 from ripstop.transport.endpoint import Bound, bind
 from ripstop.transport.server import Server
@@ -23,11 +23,6 @@ log = logging.getLogger("ripstop.coordinator")
 EXTRA_LEASE_S = 1  # beyond the job's lease: etcd may need it to elect its own leader
 OUTCOME_TTL_S = 15  # how long etcd keeps the outcome of a job, for nodes that were disconnected at its end
 RENEW_RETRY_S = 0.1
-
-
-def boot_time() -> float:
-    """A clock that also counts while the machine sleeps, as etcd's does."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class Candidacy(Struct, frozen=True):
@@ -49,13 +44,13 @@ async def become_candidate(client: EtcdClient, job_lease: float, local_addr: str
     requested_at = boot_time()
     lease, ttl = await client.grant(math.ceil(job_lease) + EXTRA_LEASE_S)
     try:
-        bound = _bind(host, port)
+        bound = _bind_candidate_port(host, port)
     except RipstopError as error:
         raise Denied(f"{host}: this node cannot listen there; give one of its addresses as --local-addr") from error
     return Candidacy(lease, ttl, requested_at, bound, Address(host, bound.address.port))
 
 
-def _bind(host: str, port: int) -> Bound:
+def _bind_candidate_port(host: str, port: int) -> Bound:
     """Bind the requested port, or any other if it is in use: nodes read the address from etcd."""
     try:
         bound = bind(Address(host, port), required=True)
@@ -106,7 +101,7 @@ class Leadership:
         self._renewing.cancel()
 
     async def close(self) -> None:
-        await asyncio.gather(revoke(self._client, self.lease), self._server.close())
+        await asyncio.gather(give_up_lease(self._client, self.lease), self._server.close())
 
     async def publish_outcome(self, leader_key: str, outcome_key: str, outcome: str) -> None:
         """Replace the leader's key by the signed outcome of the job."""
@@ -117,7 +112,7 @@ class Leadership:
             log.warning("the outcome of the job could not be written to etcd: %s", error)
 
 
-async def revoke(client: EtcdClient, lease: int) -> None:
+async def give_up_lease(client: EtcdClient, lease: int) -> None:
     """End a lease; if etcd does not reply, the lease ends by itself."""
     with contextlib.suppress(Unavailable, Denied):
         await client.revoke(lease)

@@ -14,7 +14,6 @@ from ripstop.coordinator.driver import Coordinator
 from ripstop.coordinator.job_end import FINAL_REPORT_TIMEOUT_S
 from ripstop.coordinator.job_types import JobSettings
 from ripstop.election.candidate_host import CandidateHost
-from ripstop.election.leadership import boot_time
 from ripstop.election.search import Search
 from ripstop.election.voter import Accept, Reply, Voter, VoterCommand
 from ripstop.model.config import Tls
@@ -23,6 +22,7 @@ from ripstop.model.events import Sink
 from ripstop.model.round import Address
 from ripstop.protocol.messages import Canvass, Closed, FromAgent, FromCoordinator, Office, Promise, Redirect, Renew
 from ripstop.protocol.pacing import reconnect_spread_s
+from ripstop.system.linux import boot_time
 from ripstop.transport.endpoint import Bound
 from ripstop.transport.link import Listener
 from ripstop.transport.server import Server
@@ -167,7 +167,7 @@ class SuccessionLink:
             is_elected=True,
             on_failed=lambda failure: self._on_failed(link, failure),
         )
-        link.open(_Peer(self, link))
+        link.open(_SuccessionListener(self, link))
 
     def _connect_later(self, delay: float) -> None:
         old, self._link = self._link, None
@@ -304,7 +304,7 @@ class SuccessionLink:
         return task
 
 
-class _Peer:
+class _SuccessionListener:
     """The listener of one connection: a call from a connection that was left is ignored."""
 
     def __init__(self, owner: SuccessionLink, link: WebSocketLink) -> None:

@@ -1,7 +1,7 @@
 """The configuration of a run.
 
 Flags, environment variables and API calls become one frozen `RunConfig`; no other code reads settings.  `parsers.py`
-parses the values; `cli/commands/run.py` and `cli/options/` define the flags.
+and `rendezvous_conf.py` parse the values; `cli/commands/run.py` and `cli/options/` define the flags.
 """
 
 from enum import Enum, IntFlag

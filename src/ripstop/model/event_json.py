@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import asdict, replace
 
-from ripstop.model.events import MAX_TEXT, Event, EventRecord, max_chars
+from ripstop.model.events import MAX_TEXT, Event, EventRecord, max_event_chars
 from ripstop.model.field_types import Int64
 from ripstop.model.text_formatting import ascii_json, truncate
 
@@ -42,7 +42,7 @@ def to_json(record: EventRecord) -> str:
     body = ascii_json(record.event)
     if len(body) > MAX_TEXT:
         texts = {name: value for name, value in asdict(record.event).items() if isinstance(value, str)}
-        short = {name: truncate(text, max_chars(name)) for name, text in texts.items()}
+        short = {name: truncate(text, max_event_chars(name)) for name, text in texts.items()}
         body = ascii_json(replace(record.event, **short))
     return f"{header[:-1]},{body[1:]}"
 

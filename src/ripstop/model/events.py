@@ -95,8 +95,8 @@ __all__ = [
     "WorkersStopped",
     "WorkersStopping",
     "WorkersSucceeded",
-    "kind",
-    "max_chars",
+    "event_kind",
+    "max_event_chars",
 ]
 
 
@@ -251,9 +251,12 @@ class WorkerEvidence(EventBase, frozen=True):
     In each round, a node records at most 8 of these events for failures, and at most 8 for a hang.  `failed_at` is the
     time of the exception, of the exit or of the last progress.  `exitcode` is -1 if there is no exit code.  `oom` says
     whether the kernel killed the worker because memory ran out.  `files` are the log directory, the error file and the
-    file of stacks, if they exist.  If the round hangs, `hangs` is true, and `traceback` is the stack of the worker.
-    `sign` is the symptom; it is empty if the worker waits for others.  `collectives` is the worker's position according
-    to torch's flight recorder.
+    file of stacks, if they exist.
+
+    If the round hangs, `hangs` is true, and `traceback` is the stack of the worker.  `sign` is the symptom; it is empty
+    if only other workers hang.  `seconds` is the time without progress.  `call` and `where` are the worker's position
+    in the code; `waits` says whether it waits there for other ranks.  `state` is the kernel's letter for the state of
+    the process.  `collectives` is the worker's position according to torch's flight recorder.
     """
 
     round: Int64
@@ -383,10 +386,10 @@ class EventRecord(Struct, frozen=True):
 Sink = Callable[[EventRecord], None]
 
 
-def kind(event: Event) -> str:
+def event_kind(event: Event) -> str:
     return str(event.__struct_config__.tag)  # the event's name in files and in the API: `round_formed`
 
 
-def max_chars(field: str) -> int:
+def max_event_chars(field: str) -> int:
     """How long a text in this field can be."""
     return MAX_TRACEBACK if field == "traceback" else MAX_TEXT

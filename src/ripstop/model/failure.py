@@ -1,4 +1,4 @@
-"""One worker's failure, and the report at the end of a job.
+"""One worker's failure, and the end of a job.
 
 Pure.  `diagnostics/evidence.py` truncates the texts, so that a failure fits into a message.
 """
@@ -72,7 +72,7 @@ class Failure(Struct, frozen=True, forbid_unknown_fields=True):
     hang: Hang | None = None
 
 
-class JobReport(Struct, frozen=True, forbid_unknown_fields=True):
+class JobEnd(Struct, frozen=True, forbid_unknown_fields=True):
     """How and why a job ended, and the failures of its last round, the root cause first."""
 
     run_id: str

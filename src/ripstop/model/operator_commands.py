@@ -54,21 +54,17 @@ def rejection_reason(command: OperatorCommand, job: JobStatus) -> str:
     match command:
         case RestartRound() if job.phase is not Phase.RUNNING:
             return f"the job is {job.phase}, and only a running job can be restarted; wait, and see `status`"
-        case DrainNode(node) if not is_member(node, job):
+        case DrainNode(node) if not job.has_node(node):
             return f"no node {node} is part of the job; `status` lists them"
         case ScaleJob(nodes) if not job.min_nodes <= nodes <= job.max_nodes:
             span = f"{job.min_nodes} to {job.max_nodes} nodes"
             return f"the job runs on {span}, not on {nodes}; choose one of these, or start it with other --nnodes"
     if job.phase in (Phase.CLOSING, Phase.CLOSED):
         return f"the job is {job.phase} ({job.why}) and accepts no more commands; start it again"
-    return _reason_against_drain(command.node, job) if isinstance(command, DrainNode) else ""
+    return _drain_rejection_reason(command.node, job) if isinstance(command, DrainNode) else ""
 
 
-def is_member(node: str, job: JobStatus) -> bool:
-    return any(member.name == node for member in job.nodes)
-
-
-def _reason_against_drain(node: str, job: JobStatus) -> str:
+def _drain_rejection_reason(node: str, job: JobStatus) -> str:
     staying = sum(member.state is not NodeState.LEAVING and member.name != node for member in job.nodes)
     if staying >= job.min_nodes:
         return ""

@@ -114,3 +114,6 @@ class JobStatus(Struct, frozen=True):
     @property
     def nodes_in_round(self) -> list[NodeStatus]:
         return [node for node in self.nodes if node.first_rank >= 0]
+
+    def has_node(self, name: str) -> bool:
+        return any(node.name == name for node in self.nodes)

@@ -39,9 +39,9 @@ def encode(message: Message) -> str:
     while len(text) > MAX_FRAME_BYTES:
         match message:
             case Failed() | Join() | Stopped() | Inspected() if message.failures:
-                message = replace(message, failures=_fewer(message.failures))
+                message = replace(message, failures=_fewer_to_encode(message.failures))
             case Closed(report) if report.failures:
-                message = Closed(replace(report, failures=_fewer(report.failures)))
+                message = Closed(replace(report, failures=_fewer_to_encode(report.failures)))
             case _:
                 name = type(message).__name__
                 raise ProtocolError(f"a message has at most {MAX_FRAME_BYTES} bytes, this {name} has {len(text)}")
@@ -49,7 +49,7 @@ def encode(message: Message) -> str:
     return text
 
 
-def _fewer(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
+def _fewer_to_encode(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
     if len(failures) > 1:
         return failures[: len(failures) // 2]
     (last,) = failures
@@ -86,7 +86,7 @@ def decode(text: str, allowed: tuple[type[M], ...]) -> M:
 def decode_record(text: str, cls: type[M]) -> M:
     """Decode one record, as strictly as a message."""
     try:
-        record: M = _decoder((cls,)).decode(_bounded_bytes(text))
+        record: M = _decoder((cls,)).decode(_bounded_message(text))
         return record
     except RecursionError:
         raise ProtocolError(f"a {cls.__name__} is nested too deep") from None
@@ -97,35 +97,37 @@ def decode_record(text: str, cls: type[M]) -> M:
 def _decode_frame(text: str, allowed: tuple[type[M], ...]) -> M:
     """Decode step by step.  Accepts any order of fields, and any white space."""
     try:
-        frame = msgspec.json.decode(_bounded_bytes(text))
+        frame = msgspec.json.decode(_bounded_message(text))
     except msgspec.MsgspecError as error:
-        raise ProtocolError(f"a message is JSON, this is not: {_shown(text)}: {error}") from None
+        raise ProtocolError(f"a message is JSON, this is not: {_message_excerpt(text)}: {error}") from None
     if not isinstance(frame, dict):
-        raise ProtocolError(f"a message is a JSON object, this is {_shown(text)}")
+        raise ProtocolError(f"a message is a JSON object, this is {_message_excerpt(text)}")
     version = frame.pop("v", None)
     if type(version) is not int or version != VERSION:
         raise VersionMismatch(
-            f"this side uses protocol version {VERSION}, the peer {_shown(version)}; "
+            f"this side uses protocol version {VERSION}, the peer {_message_excerpt(version)}; "
             "install the same version of ripstop on every node"
         )
     name = frame.get("type")
     cls = next((cls for cls in allowed if cls.__name__ == name), None)
     if cls is None:
-        raise ProtocolError(f"expected {' or '.join(cls.__name__ for cls in allowed)}, received type {_shown(name)}")
+        raise ProtocolError(
+            f"expected {' or '.join(cls.__name__ for cls in allowed)}, received type {_message_excerpt(name)}"
+        )
     try:
         return msgspec.convert(frame, cls)
     except msgspec.ValidationError as error:
         raise ProtocolError(f"{name}: {error}") from None
 
 
-def _bounded_bytes(text: str) -> bytes:
+def _bounded_message(text: str) -> bytes:
     data = text.encode("utf-8", "replace")
     if len(data) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a message has at most {MAX_FRAME_BYTES} bytes, this one has {len(data)}")
     return data
 
 
-def _shown(value: object) -> str:
+def _message_excerpt(value: object) -> str:
     return truncate(repr(value), _MAX_SHOWN)
 
 

@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from ripstop.model.config import MAX_SLOTS
-from ripstop.model.events import EventRecord, max_chars
+from ripstop.model.events import EventRecord, max_event_chars
 from ripstop.model.failure import MAX_STANDINGS
 from ripstop.model.round import Node, Place
 from ripstop.model.text_formatting import truncate, without_surrogates
@@ -51,7 +51,7 @@ S = TypeVar("S", bound=Struct)
 def bounded(message: FromAgent) -> FromAgent:
     """Truncate a message.  `codec.encode` bounds all failures of a message together."""
     match message:
-        case Join(node=node, held=held, health_interval=interval):  # `invalid_name` checks the names in these
+        case Join(node=node, held=held, health_interval=interval):  # `name_outside_limits` checks the names in these
             interval = min(max(0.0, interval), MAX_HEALTH_INTERVAL_S)
             restarts = min(message.restarts, MAX_COUNT)
             return replace(_truncated(message), node=node, held=held, restarts=restarts, health_interval=interval)
@@ -91,7 +91,7 @@ def bounded_record(record: EventRecord) -> EventRecord:
 def _truncated_event_field(name: str, value: Any) -> Any:
     match value:
         case str():
-            return truncate(value, max_chars(name))
+            return truncate(value, max_event_chars(name))
         case (str(), *_):
             return tuple(truncate(text, MAX_NAME) for text in value[:MAX_EVENT_ITEMS])
         case tuple():
@@ -109,13 +109,13 @@ def max_round(known: int) -> int:
     return known + MAX_ROUND_STEP if known else MAX_COUNT
 
 
-def is_valid_name(text: str) -> bool:
+def is_name_within_limits(text: str) -> bool:
     """Names are short and valid Unicode: they are written everywhere, as UTF-8."""
     return len(text) <= MAX_NAME and text == without_surrogates(text)
 
 
-def invalid_name(node: Node, held: Place | None) -> str:
+def name_outside_limits(node: Node, held: Place | None) -> str:
     """Which of the names that the coordinator sends to other nodes is invalid; empty if none is."""
     names = {"address": node.host, "role": node.role, "label": node.label, "store": held.store.host if held else ""}
     names["partner"] = held.partner.host if held and held.partner else ""
-    return next((what for what, name in names.items() if not is_valid_name(name)), "")
+    return next((what for what, name in names.items() if not is_name_within_limits(name)), "")

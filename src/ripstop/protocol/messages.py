@@ -16,7 +16,7 @@ from typing import get_args
 from msgspec import Struct
 
 from ripstop.model.electorate import Electorate
-from ripstop.model.failure import Failure, JobReport
+from ripstop.model.failure import Failure, JobEnd
 from ripstop.model.field_types import Int64, Items, RoundNumber
 from ripstop.model.job_memory import Memory
 from ripstop.model.round import Address, CommitId, Node, Outcome, Place, RankBy
@@ -338,7 +338,7 @@ class Closing(ProtocolMessage, frozen=True):
 class Closed(ProtocolMessage, frozen=True):
     """The job is over."""
 
-    report: JobReport
+    report: JobEnd
 
 
 # succession: candidate or coordinator → agent -------------------------------------------------------------------------

@@ -29,7 +29,7 @@ class Exchange(Struct, frozen=True):
 
     def _proof(self, token: str, prover: str) -> str:
         seat = [self.seat] if self.seat else []
-        return _mac(token, prover, self.run_id, self.node, self.coordinator_nonce, self.agent_nonce, *seat)
+        return _secret_mac(token, prover, self.run_id, self.node, self.coordinator_nonce, self.agent_nonce, *seat)
 
 
 class ReplicaExchange(Struct, frozen=True):
@@ -48,27 +48,29 @@ class ReplicaExchange(Struct, frozen=True):
         return self._proof(token, "replica receiver")
 
     def _proof(self, token: str, prover: str) -> str:
-        return _mac(token, prover, self.run_id, self.sender, str(self.round), self.receiver_nonce, self.sender_nonce)
+        return _secret_mac(
+            token, prover, self.run_id, self.sender, str(self.round), self.receiver_nonce, self.sender_nonce
+        )
 
 
-def job_secret(key: str, context: str) -> str:
+def derive_job_secret(key: str, context: str) -> str:
     """The secret of one job of the user who has this key."""
-    return _mac(key, "job secret", context)
+    return _secret_mac(key, "job secret", context)
 
 
 def sign(token: str, run_id: str, text: str) -> str:
     """Sign a text that is stored where others can write."""
-    return _mac(token, "signature", run_id, text)
+    return _secret_mac(token, "signature", run_id, text)
 
 
 def api_token(token: str, run_id: str) -> str:
     """The token for the HTTP API.  It is derived from the secret, which is never sent."""
-    return _mac(token, "api", run_id)
+    return _secret_mac(token, "api", run_id)
 
 
 def state_key(token: str, run_id: str, round: int) -> str:
     """The key with which the workers of a round know each other at a restore; "" without a secret."""
-    return _mac(token, "state", run_id, str(round)) if token else ""
+    return _secret_mac(token, "state", run_id, str(round)) if token else ""
 
 
 def proofs_match(proof: str, expected: str) -> bool:
@@ -76,7 +78,7 @@ def proofs_match(proof: str, expected: str) -> bool:
     return hmac.compare_digest(_bytes(proof), _bytes(expected))
 
 
-def _mac(token: str, *texts: str) -> str:
+def _secret_mac(token: str, *texts: str) -> str:
     parts = [_bytes(text) for text in texts]
     framed = b"".join(len(part).to_bytes(8, "big") + part for part in parts)  # texts cannot be shifted into each other
     return hmac.new(_bytes(token), b"ripstop" + framed, hashlib.sha256).hexdigest()

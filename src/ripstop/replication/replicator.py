@@ -67,7 +67,7 @@ FIRST_RETRY_S, LAST_RETRY_S = 0.2, 30.0
 RETRIES_BEFORE_WARNING = 4  # the partner's replicator may start later
 
 
-class Setup(Struct, frozen=True):
+class ReplicatorSetup(Struct, frozen=True):
     run_id: str
     node: str
     token: str
@@ -95,7 +95,7 @@ class Round(Struct, frozen=True):
     partner: tuple[str, int] | None = None
 
 
-class Agent:
+class ReplicatorSocket:
     """The socket to the agent."""
 
     def __init__(self, fd: int) -> None:
@@ -136,7 +136,7 @@ class Progress(Struct):
 class Sender(threading.Thread):
     """Copies this node's commits to its partner."""
 
-    def __init__(self, setup: Setup, agent: Agent) -> None:
+    def __init__(self, setup: ReplicatorSetup, agent: ReplicatorSocket) -> None:
         super().__init__(daemon=True)
         self._setup = setup
         self._agent = agent
@@ -193,7 +193,7 @@ class Sender(threading.Thread):
         for rank in range(round.first_rank, round.first_rank + round.ranks):
             with self._changed:
                 buffers = list(self._buffers.get((rank, name), {}).values())
-            headers = ((buffer, read_header(buffer, self._setup.run)) for buffer in buffers)
+            headers = ((buffer, _replicable_header(buffer, self._setup.run)) for buffer in buffers)
             of_round = [
                 (buffer, header)
                 for buffer, header in headers
@@ -286,7 +286,7 @@ class Sender(threading.Thread):
                 ahead = (start + len(chunk)) / self._setup.bandwidth - (time.monotonic() - began)
                 if ahead > 0:
                     time.sleep(ahead)
-        if read_header(buffer, self._setup.run) != header:  # rule 1
+        if _replicable_header(buffer, self._setup.run) != header:  # rule 1
             raise PeerError("the commit was overwritten while it was copied, because this node has too little memory")
         peer.send({"checksum": checksum})
         _expect_ok(peer)
@@ -301,7 +301,7 @@ def _expect_ok(peer: PeerConnection) -> None:
     raise PeerError("the peer sends no valid reply")
 
 
-def read_header(buffer: mmap.mmap, run: int) -> Header | None:
+def _replicable_header(buffer: mmap.mmap, run: int) -> Header | None:
     """The header of a complete commit."""
     header = unpack_commit_header(buffer[:HEAD_BYTES], run) if len(buffer) >= HEAD_BYTES else None
     return header if header is not None and HEAD_BYTES <= header.end <= len(buffer) else None
@@ -310,7 +310,7 @@ def read_header(buffer: mmap.mmap, run: int) -> Header | None:
 class Receiver(threading.Thread):
     """Takes the commits of another node."""
 
-    def __init__(self, listening: socket.socket, setup: Setup, agent: Agent) -> None:
+    def __init__(self, listening: socket.socket, setup: ReplicatorSetup, agent: ReplicatorSocket) -> None:
         super().__init__(daemon=True)
         self._listening = listening
         self._setup = setup
@@ -401,7 +401,7 @@ class Receiver(threading.Thread):
                 memory = mmap.mmap(fd, os.fstat(fd).st_size)
                 checksum = _fill(peer, memoryview(memory)[:size])
                 announced = peer.receive().get("checksum")
-                header = read_header(memory, self._setup.run)
+                header = _replicable_header(memory, self._setup.run)
                 place = CommitId(round.number, number), rank, world_size, size
                 if announced != checksum:
                     why = "the checksum differs"
@@ -426,20 +426,20 @@ def _fill(peer: PeerConnection, memory: memoryview) -> int:
     return checksum
 
 
-def _on_defect(needed: tuple[threading.Thread, ...], args: threading.ExceptHookArgs) -> None:
+def _exit_replicator_on_defect(needed: tuple[threading.Thread, ...], args: threading.ExceptHookArgs) -> None:
     """A thread has raised: a new process is better than one without it."""
     if args.thread in needed:
         print(f"ripstop: the replicator has a defect: {args.exc_value!r}", file=sys.stderr)
         os._exit(1)
 
 
-def main(fd: int) -> None:
-    agent = Agent(fd)
+def run_replicator(fd: int) -> None:
+    agent = ReplicatorSocket(fd)
     message, (listening,) = agent.receive()
-    setup = Setup(**message["setup"])
+    setup = ReplicatorSetup(**message["setup"])
     sender = Sender(setup, agent)
     receiver = Receiver(socket.socket(fileno=listening), setup, agent)
-    threading.excepthook = partial(_on_defect, (sender, receiver))
+    threading.excepthook = partial(_exit_replicator_on_defect, (sender, receiver))
     is_started = False
     while True:
         message, fds = agent.receive()
@@ -463,4 +463,4 @@ def main(fd: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    run_replicator(int(sys.argv[1]))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ripstop.model.config import UserKey
 from ripstop.model.errors import UsageError
-from ripstop.protocol.secret import job_secret as derive
+from ripstop.protocol.secret import derive_job_secret
 from ripstop.starters.start import Start
 from ripstop.system.safe_files import check_own_directory
 
@@ -61,7 +61,7 @@ def job_secret(key: UserKey, timeout: float = TIMEOUT_S) -> str:
     reader.join(2 * timeout)
     match found:
         case [str() as text]:
-            return derive(text, key.context)
+            return derive_job_secret(text, key.context)
         case [UsageError() as error]:
             raise error
         case [OSError() as error]:

@@ -10,6 +10,7 @@ import errno
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -248,3 +249,8 @@ def catches(pid: int, signum: int) -> bool:
     """Whether the process has a handler for this signal."""
     caught = int(_proc_value(pid, "status", b"SigCgt:"), 16)
     return bool(caught >> (signum - 1) & 1)
+
+
+def boot_time() -> float:
+    """A clock that also counts while the machine sleeps, as etcd's does."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

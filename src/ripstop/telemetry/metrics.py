@@ -13,7 +13,7 @@ from msgspec import Struct, field
 
 from ripstop.model import events
 from ripstop.model.config import MAX_NODES
-from ripstop.model.events import RESTORE_SOURCES, EventRecord, RoundEndCause, kind
+from ripstop.model.events import RESTORE_SOURCES, EventRecord, RoundEndCause, event_kind
 from ripstop.telemetry.goodput import Goodput
 
 STAGES = ("detect", "decide", "stop", "start", "first_step")
@@ -56,7 +56,7 @@ class Totals(Struct):
     _recovered: dict[str, int] = field(default_factory=dict)  # the round in which each node last recovered
 
     def on(self, record: EventRecord) -> None:
-        self.events[kind(record.event)] += 1
+        self.events[event_kind(record.event)] += 1
         self.goodput.on(record)
         if record.node:
             self._on_agent_event(record)

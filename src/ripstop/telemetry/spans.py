@@ -28,7 +28,7 @@ from msgspec import Struct, field
 
 from ripstop.model import events
 from ripstop.model.event_json import to_dict
-from ripstop.model.events import Event, EventRecord, RoundEndCause, kind
+from ripstop.model.events import Event, EventRecord, RoundEndCause, event_kind
 from ripstop.model.round import Outcome
 from ripstop.telemetry.goodput import Goodput
 
@@ -359,7 +359,7 @@ def _error(closed: events.JobClosed) -> str:
 
 
 def _span_events(records: Iterable[EventRecord]) -> tuple[SpanEvent, ...]:
-    return tuple(SpanEvent(record.at, kind(record.event), _attributes(record)) for record in records)
+    return tuple(SpanEvent(record.at, event_kind(record.event), _attributes(record)) for record in records)
 
 
 def _attributes(record: EventRecord) -> Attributes:

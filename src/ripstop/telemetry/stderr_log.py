@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from ripstop.model.config import LogFormat, LogLevel, OwnLog
 from ripstop.model.event_json import to_dict
-from ripstop.model.events import EventRecord, kind
+from ripstop.model.events import EventRecord, event_kind
 from ripstop.model.text_formatting import ascii_json, clean, one_line
 from ripstop.system.background_writer import BackgroundWriter
 from ripstop.system.live_line import LiveLine
@@ -68,7 +68,7 @@ def log_event(log: logging.Logger, record: EventRecord, level: int = logging.INF
     if text := log_line(record.event):
         log.log(level, "%s", text, extra={"event": record})
     elif log.isEnabledFor(logging.DEBUG):
-        log.debug("%s %s", kind(record.event), ascii_json(record.event), extra={"event": record})
+        log.debug("%s %s", event_kind(record.event), ascii_json(record.event), extra={"event": record})
 
 
 def colored_stderr_line(line: str, level: int) -> str:

@@ -17,29 +17,23 @@ connection.  Rules:
 """
 
 import asyncio
-import posixpath
-import re
 import secrets
 import time
 from collections.abc import Callable
-from urllib.parse import unquote
 
 from ripstop.coordinator.job_types import JobSettings
 from ripstop.model.errors import ProtocolError
 from ripstop.protocol import secret
-from ripstop.protocol.codec import decode, encode
-from ripstop.protocol.limits import MAX_NAME, is_valid_name
+from ripstop.protocol.codec import decode
+from ripstop.protocol.limits import MAX_NAME, is_name_within_limits
 from ripstop.protocol.messages import Challenge, Hello, Rejected, Welcome
-from ripstop.transport.frames import close_frame, text_frame, upgrade_response
+from ripstop.transport.agent_request import BAD_REQUEST, END_OF_HEAD, rejection_response, request_header, request_path
 from ripstop.transport.rejection_log import RejectionLog
 from ripstop.transport.websocket import AGENT_PATH, PREAUTH_HEADER
 
 MAX_REMEMBERED_NONCES = 4096
 MAX_REQUEST_HEAD_BYTES = 8192  # more than an agent's request needs
-END_OF_HEAD = b"\r\n\r\n"
 PRINTABLE = bytes(range(0x20, 0x7F))  # the bytes of a valid request line
-BAD_REQUEST = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-WEBSOCKET_KEY = re.compile(r"[A-Za-z0-9+/]{22}==")  # 16 bytes in base64
 
 
 class AgentAuthentication:
@@ -91,7 +85,7 @@ class AgentAuthentication:
         return hello.node, Welcome(exchange.coordinator_proof(self._token), self._lease, time.time())
 
     def _check(self, hello: Hello, challenge: str) -> Rejected | None:
-        if not all(text and is_valid_name(text) for text in (hello.run_id, hello.node, hello.nonce)):
+        if not all(text and is_name_within_limits(text) for text in (hello.run_id, hello.node, hello.nonce)):
             return Rejected(f"a run id, a node id and a nonce are text of 1 to {MAX_NAME} characters, these are not")
         exchange = secret.Exchange(hello.run_id, hello.node, challenge, hello.nonce, self._seat)
         has_secret = secret.proofs_match(hello.proof, exchange.agent_proof(self._token))
@@ -113,7 +107,7 @@ class AgentAuthentication:
 # pre-authentication -------------------------------------------------------------------------------------------------
 
 
-class PreAuthProtocol(asyncio.Protocol):
+class PreAuthenticationProtocol(asyncio.Protocol):
     """One connection, until it goes to HTTP or is rejected.
 
     `check` gets the pre-auth header and the `Origin` header.  `accept` gets the bytes received so far, and whether the
@@ -146,8 +140,9 @@ class PreAuthProtocol(asyncio.Protocol):
             self._accept(self._transport, self._received, False)
         elif newline and (end := self._received.find(END_OF_HEAD, 0, MAX_REQUEST_HEAD_BYTES)) >= 0:
             head = self._received[: end + len(END_OF_HEAD)]
-            if rejected := self._check(self._transport, header(head, PREAUTH_HEADER) or "", header(head, "Origin")):
-                self._reject(rejection(head, rejected))
+            text, origin = request_header(head, PREAUTH_HEADER) or "", request_header(head, "Origin")
+            if rejected := self._check(self._transport, text, origin):
+                self._reject(rejection_response(head, rejected))
             else:
                 self._accept(self._transport, self._received, True)
         elif len(self._received) >= MAX_REQUEST_HEAD_BYTES:
@@ -161,41 +156,3 @@ class PreAuthProtocol(asyncio.Protocol):
     def connection_lost(self, _: Exception | None) -> None:
         assert self._transport is not None
         self._on_lost(self._transport)
-
-
-def request_path(line: bytes) -> str:
-    """The path of a request line; every form that HTTP maps to a path gives that path here, too."""
-    _, _, rest = line.decode("latin-1").partition(" ")
-    target = rest.strip().partition(" ")[0].partition("?")[0].partition("#")[0]
-    if "://" in target:
-        target = f"/{target.partition('://')[2].partition('/')[2]}"
-    return posixpath.normpath(f"/{unquote(target).lstrip('/')}")
-
-
-def header(head: bytes, name: str) -> str | None:
-    """A header of a request, or None."""
-    at = head.lower().find(f"\r\n{name.lower()}:".encode())
-    if at < 0:
-        return None
-    line = head[at + 2 :].partition(b"\r\n")[0]
-    return line.partition(b":")[2].strip().decode("latin-1")
-
-
-def websocket_key(head: bytes) -> str | None:
-    """The key of a request that asks for a WebSocket; None if it does not, or if the key is invalid."""
-    key = header(head, "Sec-WebSocket-Key") or ""
-    is_upgrade = (
-        head.startswith(b"GET ")
-        and (header(head, "Upgrade") or "").lower() == "websocket"
-        and "upgrade" in (header(head, "Connection") or "").lower()
-        and header(head, "Sec-WebSocket-Version") == "13"
-    )
-    return key if is_upgrade and WEBSOCKET_KEY.fullmatch(key) else None
-
-
-def rejection(head: bytes, rejected: Rejected) -> bytes:
-    """The whole response to a request: a WebSocket with one message, and its end."""
-    key = header(head, "Sec-WebSocket-Key")
-    if not key:
-        return BAD_REQUEST
-    return upgrade_response(key) + text_frame(encode(rejected)) + close_frame()

@@ -1,7 +1,8 @@
 """One agent's connection, at the coordinator or a candidate: the handshake, then messages in both directions.
 
-It is a protocol of asyncio that reads WebSocket frames itself (`frames.py`), because a coordinator may have 10,000 of
-them: no task, no queue and no timer belongs to a connection, and a heartbeat is neither decoded nor an event.  Rules:
+It is a protocol of asyncio that reads WebSocket frames itself (`websocket_frames.py`), because a coordinator may have
+10,000 of them: no task, no queue and no timer belongs to a connection, and a heartbeat is neither decoded nor an event.
+Rules:
 
 1.  An agent may only answer the challenge, until it has proven the job's secret (`agent_authentication.py`).
 2.  A heartbeat that asks for an answer (a Ping) is answered at once, unless a message to the agent is still queued.
@@ -19,7 +20,9 @@ from ripstop.protocol.limits import MAX_NAME
 from ripstop.protocol.messages import FROM_AGENT, FromCoordinator, Heartbeat, Join, Message, Rejected
 from ripstop.transport.agent_authentication import AgentAuthentication
 from ripstop.transport.agent_host import AgentHost, AgentSession
-from ripstop.transport.frames import (
+from ripstop.transport.rejection_log import RejectionLog
+from ripstop.transport.websocket import CLOSE_CODE_RETURNING, FLUSH_TIMEOUT_S, MAX_BACKLOG_BYTES
+from ripstop.transport.websocket_frames import (
     AGENT_HEARTBEAT_SIZE,
     MASKED,
     PING_START,
@@ -31,8 +34,6 @@ from ripstop.transport.frames import (
     text_frame,
     upgrade_response,
 )
-from ripstop.transport.rejection_log import RejectionLog
-from ripstop.transport.websocket import CLOSE_CODE_RETURNING, FLUSH_TIMEOUT_S, MAX_BACKLOG_BYTES
 
 MAX_CONTROL_FRAMES = 256  # in one read: heartbeats that have waited while this process was paused
 
@@ -137,7 +138,7 @@ class AgentConnection(asyncio.BufferedProtocol):
             case Opcode.BINARY:
                 raise ProtocolError("a message is text, received a binary frame")
             case Opcode.TEXT:
-                self._on_text(_text(payload))
+                self._on_text(_text_from_agent(payload))
 
     def _on_heartbeat(self, *, wants_answer: bool, payload: bytes = b"") -> None:
         if self._session is not None:
@@ -183,7 +184,7 @@ class AgentConnection(asyncio.BufferedProtocol):
             session.detach(returning=returning, closed_by_node=closed_by_node)
 
 
-def _text(payload: bytes) -> str:
+def _text_from_agent(payload: bytes) -> str:
     try:
         return payload.decode()
     except UnicodeDecodeError as error:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ripstop.api.job_interface import JobInterface
 from ripstop.coordinator.job_types import JobSettings
-from ripstop.model.failure import JobReport
+from ripstop.model.failure import JobEnd
 from ripstop.protocol.messages import FromAgent, FromCoordinator
 
 
@@ -37,7 +37,7 @@ class AgentHost(Protocol):
     """What agents connect to: a coordinator, or an agent that may become one (`election/candidate_host.py`)."""
 
     settings: JobSettings
-    ended: asyncio.Future[JobReport]
+    ended: asyncio.Future[JobEnd]
 
     @property
     def job(self) -> JobInterface | None:

@@ -23,7 +23,7 @@ MIN_HANDSHAKE_S = 0.5
 
 log = logging.getLogger("ripstop.coordinator")
 
-Connection = asyncio.BaseTransport | asyncio.Task[None]  # a transport, or the task of its TLS handshake
+UnauthenticatedConnection = asyncio.BaseTransport | asyncio.Task[None]  # a transport, or the task of its TLS handshake
 
 
 class UnauthenticatedConnections:
@@ -32,7 +32,7 @@ class UnauthenticatedConnections:
     def __init__(self, nodes: int, rejections: RejectionLog) -> None:
         self._limit = _limit(nodes)
         self.rejections = rejections
-        self._timers: dict[Connection, asyncio.TimerHandle] = {}
+        self._timers: dict[UnauthenticatedConnection, asyncio.TimerHandle] = {}
         self._has_room = asyncio.Event()
 
     @property
@@ -40,11 +40,11 @@ class UnauthenticatedConnections:
         """How many more connections may be accepted now."""
         return self._limit - len(self._timers)
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: UnauthenticatedConnection) -> None:
         timer = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._on_timeout, connection)
         self._timers[connection] = timer
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: UnauthenticatedConnection) -> None:
         """The connection is authenticated or closed; unknown ones are ignored."""
         if timer := self._timers.pop(connection, None):
             timer.cancel()
@@ -70,13 +70,13 @@ class UnauthenticatedConnections:
             self.rejections.log(peer_host(oldest), f"more than {self._limit} unauthenticated connections", kind="limit")
             self._close(oldest)
 
-    def _on_timeout(self, connection: Connection) -> None:
+    def _on_timeout(self, connection: UnauthenticatedConnection) -> None:
         if not _is_closing(connection):
             why = f"no proof of the job's secret in {HANDSHAKE_TIMEOUT_S:g} s"
             self.rejections.log(peer_host(connection), why, kind="timeout")
         self._close(connection)
 
-    def _close(self, connection: Connection) -> None:
+    def _close(self, connection: UnauthenticatedConnection) -> None:
         self.remove(connection)
         if isinstance(connection, asyncio.Task):
             connection.cancel()
@@ -84,7 +84,7 @@ class UnauthenticatedConnections:
             abort(connection)
 
 
-def peer_host(connection: Connection) -> str:
+def peer_host(connection: UnauthenticatedConnection) -> str:
     """The address of the peer; the task of a TLS handshake has it as its name."""
     if isinstance(connection, asyncio.Task):
         return connection.get_name()
@@ -97,7 +97,7 @@ def abort(transport: asyncio.BaseTransport) -> None:
     transport.abort()
 
 
-def _is_closing(connection: Connection) -> bool:
+def _is_closing(connection: UnauthenticatedConnection) -> bool:
     return isinstance(connection, asyncio.BaseTransport) and connection.is_closing()
 
 

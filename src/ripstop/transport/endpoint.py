@@ -54,7 +54,7 @@ def bind(
     try:
         return _bind(endpoint, required=required, multi_node=multi_node, flag=flag)
     except _NotLocal as error:
-        address = own_address if required and own_address else _address_of_own_name(endpoint.host)
+        address = own_address if required and own_address else _own_address_of_endpoint(endpoint.host)
         if address is None or address == endpoint.host:
             if required:
                 raise UsageError(str(error)) from error
@@ -65,7 +65,9 @@ def bind(
         return Bound(bound.listening, note)
 
 
-def bind_first(seats: Sequence[Address], *, required: bool = False, own_address: str | None = None) -> Bound | None:
+def bind_first_endpoint(
+    seats: Sequence[Address], *, required: bool = False, own_address: str | None = None
+) -> Bound | None:
     """Listen at the first of these addresses that this machine has and nobody uses; None if there is none."""
     for seat in seats:
         if (bound := bind(seat, own_address=own_address)) is not None:
@@ -80,7 +82,7 @@ class _NotLocal(UsageError):
     """The endpoint has no address, or no address of this machine."""
 
 
-def _address_of_own_name(name: str) -> str | None:
+def _own_address_of_endpoint(name: str) -> str | None:
     """This machine's address, if `name` is its name."""
     host = socket.gethostname()
     if name.partition(".")[0].lower() != host.partition(".")[0].lower():

@@ -23,7 +23,7 @@ class Resolver(AbstractResolver):
         except UnicodeError as error:  # not a valid name; aiohttp handles only an OSError
             raise socket.gaierror(socket.EAI_NONAME, str(error)) from error
         return [
-            ResolveResult(hostname=host, host=_numeric(address), port=port, family=kind, proto=protocol, flags=0)
+            ResolveResult(hostname=host, host=_resolved_host(address), port=port, family=kind, proto=protocol, flags=0)
             for kind, _, protocol, _, address in found
         ]
 
@@ -31,6 +31,6 @@ class Resolver(AbstractResolver):
         pass
 
 
-def _numeric(address: tuple[Any, ...]) -> str:
+def _resolved_host(address: tuple[Any, ...]) -> str:
     host, scope = str(address[0]), address[3] if len(address) > 3 else 0
     return f"{host}%{scope}" if scope and "%" not in host else host

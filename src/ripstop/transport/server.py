@@ -22,15 +22,10 @@ from ripstop.api.http_api import MAX_BODY, Api
 from ripstop.protocol import secret
 from ripstop.protocol.messages import Rejected
 from ripstop.system.network import enable_keepalive
-from ripstop.transport.agent_authentication import (
-    BAD_REQUEST,
-    END_OF_HEAD,
-    AgentAuthentication,
-    PreAuthProtocol,
-    websocket_key,
-)
+from ripstop.transport.agent_authentication import AgentAuthentication, PreAuthenticationProtocol
 from ripstop.transport.agent_connection import AgentConnection
 from ripstop.transport.agent_host import AgentHost
+from ripstop.transport.agent_request import BAD_REQUEST, END_OF_HEAD, websocket_key
 from ripstop.transport.api_authorization import ApiAuthorization
 from ripstop.transport.connection_limits import UnauthenticatedConnections, peer_host
 from ripstop.transport.rejection_log import RejectionLog
@@ -174,8 +169,8 @@ class Server:
             if owns_socket:
                 connection.close()
 
-    def _preauth(self) -> PreAuthProtocol:
-        return PreAuthProtocol(self._check_preauth, self._on_request, self._unauthenticated.remove)
+    def _preauth(self) -> PreAuthenticationProtocol:
+        return PreAuthenticationProtocol(self._check_preauth, self._on_request, self._unauthenticated.remove)
 
     def _check_preauth(self, transport: asyncio.Transport, text: str, origin: str | None) -> Rejected | None:
         if not self._serves_agents:

@@ -161,7 +161,7 @@ class WebSocketLink:
         delay = FIRST_RETRY_DELAY_S
         connector = aiohttp.TCPConnector(resolver=Resolver(), use_dns_cache=False, force_close=True)
         redirects = aiohttp.TraceConfig()
-        redirects.on_request_redirect.append(_reject_redirect)
+        redirects.on_request_redirect.append(_reject_link_redirect)
         # The address of a lost machine or pod does not answer, while the name may already have a new address.  A short
         # timeout looks the name up again soon.  With TLS, it includes the TLS handshake.
         connect_timeout = websocket.HANDSHAKE_TIMEOUT_S if self._tls else max(self._lease / 3, MIN_CONNECT_TIMEOUT_S)
@@ -177,7 +177,7 @@ class WebSocketLink:
                     self._notify(lambda listener: listener.on_rejected(self._last_error))
                     return
                 except (aiohttp.ClientError, OSError, ProtocolError, _Retry) as error:
-                    self._last_error = _describe(error)
+                    self._last_error = _describe_link_error(error)
                     if not self._was_connected:
                         self._loop.call_soon(self._on_failed, _failure(error))
                 if self._listener is None:
@@ -281,7 +281,7 @@ class WebSocketLink:
         silence_timeout = silence_timeout_s(self._lease, self._max_nodes, is_elected=self._is_elected)
         if silence_timeout > self._lease:
             set_acknowledgement_timeout(connection, self._lease)
-        self._outbox = websocket.Outbox(ws, partial(_shut_down, connection))
+        self._outbox = websocket.Outbox(ws, partial(_shut_down_link, connection))
         writer = asyncio.create_task(self._outbox.run(), name="ripstop-to-coordinator")
         heartbeats = _Heartbeats(
             silence_timeout,
@@ -309,7 +309,7 @@ class WebSocketLink:
                 async with asyncio.timeout(websocket.FLUSH_TIMEOUT_S):
                     await ws.close(code=websocket.CLOSE_CODE_RETURNING)
         except (OSError, ProtocolError) as error:
-            why = _describe(error)
+            why = _describe_link_error(error)
         finally:
             heartbeats.stop()
             self._outbox = None
@@ -379,17 +379,19 @@ class _Heartbeats:
             self._on_expired()
 
 
-async def _reject_redirect(_: aiohttp.ClientSession, __: object, redirect: aiohttp.TraceRequestRedirectParams) -> None:
+async def _reject_link_redirect(
+    _: aiohttp.ClientSession, __: object, redirect: aiohttp.TraceRequestRedirectParams
+) -> None:
     redirect.response.close()
     raise _Retry(_not_a_coordinator(redirect.response.status))
 
 
-def _shut_down(connection: socket.socket) -> None:
+def _shut_down_link(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # already closed
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _describe(error: BaseException) -> str:
+def _describe_link_error(error: BaseException) -> str:
     match error:
         case aiohttp.WSServerHandshakeError():
             return _not_a_coordinator(error.status)

@@ -6,7 +6,7 @@ from ripstop.cli.job_client import BASIC_FLAGS, JOB_FLAGS, JOB_HELP, JobCommand,
 from ripstop.cli.options.flags import Flag
 from ripstop.model.config import MAX_NODES
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import identifier, integer, job_secret
+from ripstop.model.parsers import identifier, integer, parse_job_secret
 from ripstop.protocol.secret import api_token
 
 RESTART_HELP = f"""\
@@ -93,7 +93,7 @@ def stop(command: ParsedCommand) -> None:
 
 
 def token(command: ParsedCommand) -> None:
-    secret, _ = job_secret(os.environ)
+    secret, _ = parse_job_secret(os.environ)
     if not secret:
         raise UsageError("the token is derived from the job's secret; set it in RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE")
     found = api_token(secret, identifier("--job", command.args.text("--job", "none")))

@@ -10,7 +10,7 @@ from ripstop.cli.options.monitoring import allow_chaos, notify_url, stragglers
 from ripstop.cli.options.output import own_log
 from ripstop.cli.options.rendezvous import certificates, no_secret_warning
 from ripstop.cli.options.tracing import tracing
-from ripstop.model import parsers
+from ripstop.model import parsers, rendezvous_conf
 from ripstop.model.config import COORDINATOR_PORT, CoordinatorConfig, Timing
 from ripstop.model.errors import HelpRequested, UsageError
 
@@ -88,10 +88,10 @@ def configure_coordinator(argv: Sequence[str], environ: Mapping[str, str]) -> Co
         raise UsageError(
             f"{conf_name} is_host={conf['is_host']}: this command always runs the coordinator; leave is_host out"
         )
-    timeouts, notes = parsers.timing(conf_name, conf, Timing().shutdown, Timing().inprocess)
-    unused = (key for key in conf if key in parsers.HEALTH_CONF)
+    timeouts, notes = rendezvous_conf.timing(conf_name, conf, Timing().shutdown, Timing().inprocess)
+    unused = (key for key in conf if key in rendezvous_conf.HEALTH_CONF)
     notes += [f"{conf_name} {key} has no effect here: set it on the nodes" for key in unused]
-    token, token_notes = parsers.job_secret(environ)
+    token, token_notes = parsers.parse_job_secret(environ)
     tls = certificates(conf_name, conf, notes)
     if tls is not None and tls.cert is None:
         raise UsageError(
@@ -104,8 +104,8 @@ def configure_coordinator(argv: Sequence[str], environ: Mapping[str, str]) -> Co
         endpoint=endpoint,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
-        target=parsers.target(conf_name, conf, min_nodes, max_nodes),
-        rank_by=parsers.rank_by(conf_name, conf),
+        target=rendezvous_conf.target(conf_name, conf, min_nodes, max_nodes),
+        rank_by=rendezvous_conf.rank_by(conf_name, conf),
         budget=budget(args, notes),
         timing=timeouts,
         stragglers=stragglers(args, notes),
@@ -114,7 +114,7 @@ def configure_coordinator(argv: Sequence[str], environ: Mapping[str, str]) -> Co
         own_log=own_log(args),
         tracing=tracing(environ, notes),
         notify_url=notify_url(args),
-        quarantine=parsers.quarantine(conf_name, conf),
+        quarantine=rendezvous_conf.quarantine(conf_name, conf),
         token=token,
         tls=tls,
         notes=tuple(notes),

@@ -45,7 +45,7 @@ from ripstop.cli.options.rendezvous import (
 from ripstop.cli.options.starters import STARTERS, with_starter
 from ripstop.cli.options.state import checkpoints, replication
 from ripstop.cli.options.tracing import tracing
-from ripstop.model import parsers
+from ripstop.model import parsers, rendezvous_conf
 from ripstop.model.config import (
     DRAIN_TIMEOUT_S,
     STOP_SIGNALS,
@@ -309,8 +309,10 @@ def _run_config(args: ParsedArguments, environ: Mapping[str, str], registered: C
     is_local = rdzv.backend is Backend.LOCAL
     elector: Etcd | None = None
     if rdzv.backend is Backend.ETCD:
-        elector, conf = parsers.etcd(*args.labelled("--rdzv-endpoint"), conf_name, conf, environ)
-    timeouts, timeout_notes = parsers.timing(conf_name, conf, shutdown_timeout(args, environ), inprocess_timeout(args))
+        elector, conf = rendezvous_conf.etcd(*args.labelled("--rdzv-endpoint"), conf_name, conf, environ)
+    timeouts, timeout_notes = rendezvous_conf.timing(
+        conf_name, conf, shutdown_timeout(args, environ), inprocess_timeout(args)
+    )
     tls = certificates(conf_name, conf, notes)
     if elector is not None and tls is not None and tls.cert is None:
         raise UsageError(
@@ -318,7 +320,7 @@ def _run_config(args: ParsedArguments, environ: Mapping[str, str], registered: C
             "add tls_cert=FILE,tls_key=FILE"
         )
     alone = rdzv.endpoint is None and elector is None
-    token, token_notes = parsers.job_secret(environ)
+    token, token_notes = parsers.parse_job_secret(environ)
     api = api_address(args, token, tls, local=is_local, notes=notes)
     if tls is not None and alone and api is None:
         notes.append(f"{conf_name} tls_… has no effect on a single node: there are no connections to encrypt")
@@ -340,7 +342,7 @@ def _run_config(args: ParsedArguments, environ: Mapping[str, str], registered: C
         budget=budget(args, notes),
         timing=timeouts,
         health=health(args, conf_name, conf, alone=alone),
-        quarantine=parsers.quarantine(conf_name, conf),
+        quarantine=rendezvous_conf.quarantine(conf_name, conf),
         replicates=replicates,
         replication_bandwidth=replication_bandwidth,
         checkpoints=checkpoints(args, notes),

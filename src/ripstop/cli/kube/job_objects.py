@@ -16,7 +16,8 @@ from ripstop.kubernetes.manifests import KINDS_WITHOUT_OPERATOR, objects_without
 from ripstop.kubernetes.spec import GROUP, KIND, VERSION, Spec
 from ripstop.model.config import MAX_SLOTS
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import ETCD_CONF, IGNORED_CONF, RDZV_CONF, duration, integer, key_values, node_range
+from ripstop.model.parsers import duration, integer, key_values, node_range
+from ripstop.model.rendezvous_conf import ETCD_CONF, IGNORED_CONF, RDZV_CONF
 
 HELP = """\
 job

@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from ripstop.cli.options.flags import ParsedArguments, note_unused_flags
 from ripstop.model.config import API_PORT, HealthLimits, StragglerLimits, StragglerMode, Tls
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import address, choice, duration, health_limits, number, port, webhook_url
+from ripstop.model.parsers import address, choice, duration, number, port, webhook_url
+from ripstop.model.rendezvous_conf import health_limits
 from ripstop.model.round import Address
 from ripstop.workers.environment import TIMER_FILE
 

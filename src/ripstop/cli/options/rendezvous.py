@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from ripstop.cli.options.flags import ParsedArguments, note_unused_flags
 from ripstop.model.config import COORDINATOR_PORT, ETCD_PORT, MASTER_PORT, MAX_NODES, Backend, Handler, Tls
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import address, boolean, host, identifier, integer, key_values, port, rank_by, target, tls
+from ripstop.model.parsers import address, boolean, host, identifier, integer, key_values, port
+from ripstop.model.rendezvous_conf import rank_by, target, tls
 from ripstop.model.round import Address, RankBy
 
 BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
@@ -172,7 +173,7 @@ def _local_address(args: ParsedArguments) -> str | None:
 
 
 def _check_etcd(args: ParsedArguments, backend: str, notes: list[str]) -> None:
-    """`parsers.etcd` parses the addresses."""
+    """`rendezvous_conf.etcd` parses the addresses."""
     flag = args.quoted("--rdzv-backend")
     if not args.text("--rdzv-endpoint"):
         raise UsageError(

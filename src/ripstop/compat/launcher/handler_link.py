@@ -42,7 +42,7 @@ from ripstop.coordinator import ranks
 from ripstop.coordinator.restart_budget import RestartBudget, is_early_failure
 from ripstop.diagnostics.failure_ranking import order, root_cause, trimmed_ranking
 from ripstop.model.config import RunConfig
-from ripstop.model.failure import Failure, JobReport, how_it_ended
+from ripstop.model.failure import Failure, JobEnd, how_it_ended
 from ripstop.model.round import Address, Node, Outcome, Place
 from ripstop.protocol import codec
 from ripstop.protocol.messages import (
@@ -94,7 +94,7 @@ class Checked(Struct, frozen=True):
 
     round: int
     done: bool
-    end: NextRound | JobReport | None
+    end: NextRound | JobEnd | None
     error: str = ""
 
 
@@ -186,13 +186,13 @@ class HandlerLink:
                 await asyncio.wait_for(self._calls.run(self._handler.shutdown), SHUTDOWN_TIMEOUT_S)
         self._send_to_agent(Closed(report))
 
-    async def _run_rounds(self) -> JobReport:
+    async def _run_rounds(self) -> JobEnd:
         self._handler = await self._calls.run(self._make)
         why = "first round"
         while True:
             current = await self._rendezvous(why)
             end = await self._supervise_round(current)
-            if isinstance(end, JobReport):
+            if isinstance(end, JobEnd):
                 return end
             why = end.why
             self._send_to_agent(StandBy(current.place.round, why))
@@ -232,7 +232,7 @@ class HandlerLink:
         if place.restarts > self._restarts.used:
             self._restarts = RestartBudget(self._config.budget, place.restarts, asyncio.get_running_loop().time())
 
-    async def _supervise_round(self, current: Rendezvous) -> NextRound | JobReport:
+    async def _supervise_round(self, current: Rendezvous) -> NextRound | JobEnd:
         """Return when another round is needed, or the job is over."""
         loop = asyncio.get_running_loop()
         began, done, failing = loop.time(), False, False
@@ -269,7 +269,7 @@ class HandlerLink:
     async def _check(self, current: Rendezvous, pause: float, *, done: bool = False, report_done: bool = False) -> None:
         """Query the handler after a pause; the result goes to the inbox, as the agent's messages do."""
         await asyncio.sleep(pause)
-        end: NextRound | JobReport | None = None
+        end: NextRound | JobEnd | None = None
         problem = ""
         try:
             if report_done:
@@ -292,7 +292,7 @@ class HandlerLink:
 
     # the end ----------------------------------------------------------------------------------------------------------
 
-    def _report_error(self, error: Exception) -> JobReport:
+    def _report_error(self, error: Exception) -> JobEnd:
         assert self._config.handler is not None, "the error is the handler's"
         name = f"--rdzv-backend={self._config.handler.name}"
         if is_a(error, RendezvousGracefulExitError):
@@ -302,7 +302,7 @@ class HandlerLink:
         log.debug("%s", name, exc_info=error)
         return self._report(Outcome.FAILED, f"{name}: {type(error).__name__}: {error}")
 
-    async def _with_evidence(self, report: JobReport) -> JobReport:
+    async def _with_evidence(self, report: JobEnd) -> JobEnd:
         """The report with the failures that are found when the workers stop."""
         self._send_to_agent(Closing(report.why))
         until = asyncio.get_running_loop().time() + self._config.timing.shutdown + STOP_MARGIN_S
@@ -315,10 +315,10 @@ class HandlerLink:
                     self._failures += failures
         return self._report(report.outcome, report.why)
 
-    def _report(self, outcome: Outcome, why: str) -> JobReport:
+    def _report(self, outcome: Outcome, why: str) -> JobEnd:
         known = {(failure.rank, failure.at): failure for failure in self._failures}
         failures = () if outcome is Outcome.SUCCEEDED else trimmed_ranking(order(known.values()))
-        return JobReport(self._config.run_id, outcome, why, self._newest, self._restarts.used, failures)
+        return JobEnd(self._config.run_id, outcome, why, self._newest, self._restarts.used, failures)
 
     def _culprit(self) -> str:
         failure = root_cause(self._failures)

@@ -24,7 +24,7 @@ from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from ripstop.coordinator import ranks
-from ripstop.election.election import parse_record
+from ripstop.election.records import parse_record
 from ripstop.model.errors import ProtocolError
 from ripstop.model.round import Node
 

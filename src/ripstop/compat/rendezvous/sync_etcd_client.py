@@ -15,7 +15,17 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from ripstop.election.etcd_client import EtcdClient, Json, KeyValue, Unavailable, b64, get, if_revision, parsing, put
+from ripstop.election.etcd_client import (
+    EtcdClient,
+    Json,
+    KeyValue,
+    Unavailable,
+    b64,
+    get,
+    if_revision,
+    parsing_etcd_reply,
+    put,
+)
 from ripstop.model.config import Etcd
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0  # between retries; doubled each time
@@ -64,14 +74,14 @@ class SyncEtcdClient:
     def delete(self, key: bytes, timeout: float) -> bool:
         """Whether the key existed."""
         reply = self._call("kv/deleterange", {"key": b64(key)}, timeout)
-        with parsing():
+        with parsing_etcd_reply():
             return int(reply.get("deleted", 0)) > 0
 
     def names(self, first: bytes, end: bytes, timeout: float) -> list[bytes]:
         """The keys from `first` up to, but not including, `end`."""
         body = {"key": b64(first), "range_end": b64(end), "keys_only": True}
         reply = self._call("kv/range", body, timeout)
-        with parsing():
+        with parsing_etcd_reply():
             return [b64decode(kv["key"]) for kv in reply.get("kvs", ())]
 
     def wait_for_change(self, key: bytes, revision: int, timeout: float) -> None:

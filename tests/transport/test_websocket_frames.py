@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ripstop.model.errors import ProtocolError
 from ripstop.protocol.codec import MAX_FRAME_BYTES, decode, encode
 from ripstop.protocol.messages import StandBy
-from ripstop.transport.frames import AGENT_HEARTBEAT_SIZE, FrameReader, Opcode, text_frame
+from ripstop.transport.websocket_frames import AGENT_HEARTBEAT_SIZE, FrameReader, Opcode, text_frame
 from tests.transport.test_server import connection, do_handshake
 
 

@@ -91,7 +91,7 @@ class FrameReader:
         if len(rest) < start + size:
             return None
         self._rest = rest[start + size :]
-        return opcode, _unmasked(rest[start : start + size], mask)
+        return opcode, _unmasked_payload(rest[start : start + size], mask)
 
 
 def _checked(first: int, second: int, size: int) -> Opcode:
@@ -103,7 +103,7 @@ def _checked(first: int, second: int, size: int) -> Opcode:
     return opcode
 
 
-def _unmasked(data: bytes, mask: bytes) -> bytes:
+def _unmasked_payload(data: bytes, mask: bytes) -> bytes:
     size = len(data)
     key = (mask * (size // 4 + 1))[:size]
     return (int.from_bytes(data, "little") ^ int.from_bytes(key, "little")).to_bytes(size, "little")
