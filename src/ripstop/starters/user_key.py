@@ -32,12 +32,12 @@ MAX_KEY_LENGTH = 4096
 REMEDY = "or set a secret for this job in the job script, before srun: export RIPSTOP_TOKEN=$(openssl rand -hex 32)"
 
 
-def user_key(start: Start | None, environ: Mapping[str, str]) -> UserKey | None:
+def user_key(start: Start, environ: Mapping[str, str]) -> UserKey | None:
     """The key from which the job's secret is derived; None if the job has one node, or the starter has no name for it.
 
     The variable HOME is the same on all nodes: starters pass it on.
     """
-    if start is None or start.nodes == 1 or not start.key_context:
+    if start.nodes == 1 or not start.key_context:
         return None
     if not environ.get("HOME"):
         raise UsageError("HOME is not set: the job's secret comes from a file there; set HOME, or RIPSTOP_TOKEN")

@@ -54,9 +54,9 @@ from ripstop.model.config import (
     Numa,
     RunConfig,
     StandbyUntil,
+    UserKey,
 )
 from ripstop.model.errors import HelpRequested, UsageError
-from ripstop.starters.user_key import user_key
 
 HELP = """\
 usage: ripstop run [FLAGS] SCRIPT [ARGS]
@@ -324,7 +324,11 @@ def _run_config(args: ParsedArguments, environ: Mapping[str, str], registered: C
     api = api_address(args, token, tls, local=is_local, notes=notes)
     if tls is not None and alone and api is None:
         notes.append(f"{conf_name} tls_… has no effect on a single node: there are no connections to encrypt")
-    key = user_key(start, environ) if not token and (tls is None or tls.ca is None) else None
+    key: UserKey | None = None
+    if start is not None and not token and (tls is None or tls.ca is None):
+        from ripstop.starters.user_key import user_key  # imports logging
+
+        key = user_key(start, environ)
     if not token and key is None and not alone and (max_nodes > 1 or elector is not None):
         token_notes = no_secret_warning(rdzv.endpoint or "the nodes", tls)  # on one node, the coordinator creates one
     replicates, replication_bandwidth = replication(args, notes, max_nodes=max_nodes)
