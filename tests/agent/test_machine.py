@@ -13,12 +13,12 @@ from ripstop.agent.machine_io import (
     CoordinatorLost,
     CoordinatorMessage,
     ExitAgent,
+    FinalCommitDone,
     FirstCommit,
     HealthChecked,
     InspectWorkers,
-    LastCommitDone,
     LogLine,
-    MakeLastCommit,
+    MakeFinalCommit,
     OpenStorePort,
     PreemptionNoticed,
     ReformWorkers,
@@ -504,17 +504,17 @@ def agent_with_state() -> Agent:
 LEAVES = SendToCoordinator(Leaving("SIGTERM", is_planned=True))
 
 
-def test_workers_with_a_state_make_a_last_commit_before_the_agent_leaves() -> None:
+def test_workers_with_a_state_make_a_final_commit_before_the_agent_leaves() -> None:
     agent = agent_with_state()
     assert on(agent, SignalReceived(15), 5.0) == [LEAVES]
-    assert on(agent, CoordinatorMessage(messages.MakeLastCommit(1))) == [MakeLastCommit(1)]
-    made = (messages.LastCommit("state", 7),)
-    assert on(agent, LastCommitDone(1, made)) == [SendToCoordinator(messages.LastCommitMade(1, made))]
+    assert on(agent, CoordinatorMessage(messages.MakeFinalCommit(1))) == [MakeFinalCommit(1)]
+    made = (messages.FinalCommit("state", 7),)
+    assert on(agent, FinalCommitDone(1, made)) == [SendToCoordinator(messages.FinalCommitMade(1, made))]
     assert on(agent, CoordinatorMessage(StandBy(1, "spare"))) == [StopWorkers(1, 15, 30.0, "spare")]
     assert on(agent, WorkersStopped(1)) == [SendToCoordinator(Left("SIGTERM")), ExitAgent(143, "SIGTERM")]
 
 
-def test_a_last_commit_has_a_deadline() -> None:
+def test_a_final_commit_has_a_deadline() -> None:
     agent = agent_with_state()
     on(agent, SignalReceived(15), 5.0)
     assert agent.deadline() == 25.0
@@ -524,7 +524,7 @@ def test_a_last_commit_has_a_deadline() -> None:
     assert agent.deadline() is None
 
 
-def test_a_second_signal_ends_the_wait_for_a_last_commit() -> None:
+def test_a_second_signal_ends_the_wait_for_a_final_commit() -> None:
     agent = agent_with_state()
     on(agent, SignalReceived(15), 5.0)
     stop = StopWorkers(1, 15, 30.0, "SIGTERM")
@@ -537,7 +537,7 @@ def test_a_signal_from_a_terminal_waits_for_no_commit(signum: int) -> None:
     assert StopWorkers(1, signum, 30.0, signal_name(signum)) in on(agent_with_state(), SignalReceived(signum), 5.0)
 
 
-def test_a_state_of_an_earlier_round_makes_no_last_commit() -> None:
+def test_a_state_of_an_earlier_round_makes_no_final_commit() -> None:
     agent = agent_with_state()
     on(agent, assign(2))
     on(agent, WorkersStopped(1))

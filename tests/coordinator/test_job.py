@@ -57,16 +57,16 @@ from ripstop.protocol.messages import (
     Closing,
     Drain,
     Failed,
+    FinalCommit,
+    FinalCommitMade,
     FromAgent,
     Heartbeat,
     Inspect,
     Inspected,
     Join,
-    LastCommit,
-    LastCommitMade,
     Leaving,
     Left,
-    MakeLastCommit,
+    MakeFinalCommit,
     PeerLost,
     Problems,
     Ready,
@@ -446,30 +446,30 @@ def leave_with_notice(low: int = 1, **more: int) -> tuple[Job, list[JobCommand]]
     return job, receive(job, "b", Leaving("SIGTERM", is_planned=True), 3.0)
 
 
-def test_a_round_ends_when_all_nodes_have_made_its_last_commit_and_nothing_is_charged() -> None:
+def test_a_round_ends_when_all_nodes_have_made_its_final_commit_and_nothing_is_charged() -> None:
     job, commands = leave_with_notice()
-    asked = [command.node for command in commands if command == Send(getattr(command, "node", ""), MakeLastCommit(1))]
+    asked = [command.node for command in commands if command == Send(getattr(command, "node", ""), MakeFinalCommit(1))]
     assert asked == ["a", "b", "c"]
-    made = LastCommitMade(1, (LastCommit("state", 7, needs_copies=False),))
+    made = FinalCommitMade(1, (FinalCommit("state", 7, needs_copies=False),))
     assert receive(job, "a", made, 4.0) == receive(job, "b", made, 4.1) == []
-    assert receive(job, "c", LastCommitMade(3, made.commits), 4.2) == []  # of another round
+    assert receive(job, "c", FinalCommitMade(3, made.commits), 4.2) == []  # of another round
     commands = receive(job, "c", made, 4.3)
     assert job.why == "node b leaves: SIGTERM; all ranks have commit 7"
     assert assigned(commands) == {"a": 0, "c": 1} and "b" in held(commands)
     assert job.restarts.used == 0
 
 
-def test_a_node_that_the_job_needs_does_not_wait_for_a_last_commit() -> None:
+def test_a_node_that_the_job_needs_does_not_wait_for_a_final_commit() -> None:
     _, commands = leave_with_notice(low=3)
-    assert held(commands) == {"b": 1} and not any(MakeLastCommit(1) == getattr(c, "message", None) for c in commands)
+    assert held(commands) == {"b": 1} and not any(MakeFinalCommit(1) == getattr(c, "message", None) for c in commands)
 
 
-def test_the_last_commit_of_a_job_that_cannot_go_on_is_made_if_it_is_written_to_disk() -> None:
+def test_the_final_commit_of_a_job_that_cannot_go_on_is_made_if_it_is_written_to_disk() -> None:
     job = running("a", "b", low=2)
     commands = receive(job, "b", Leaving("SIGTERM", is_planned=True, is_saved_to_disk=True), 3.0)
-    assert commands[-2:] == [Send("a", MakeLastCommit(1)), Send("b", MakeLastCommit(1))]
+    assert commands[-2:] == [Send("a", MakeFinalCommit(1)), Send("b", MakeFinalCommit(1))]
     assert held(receive(job, "a", Leaving("SIGTERM", is_planned=True, is_saved_to_disk=True), 3.1)) == {}
-    made = LastCommitMade(1, (LastCommit("state", 7),))  # nobody is left who needs a copy
+    made = FinalCommitMade(1, (FinalCommit("state", 7),))  # nobody is left who needs a copy
     receive(job, "a", made, 4.0)
     assert held(receive(job, "b", made, 4.1)) == {"a": 1, "b": 1}
     assert job.why == "node b leaves: SIGTERM; all ranks have commit 7" and job.restarts.used == 0
@@ -491,23 +491,23 @@ def test_workers_that_cannot_restore_a_commit_in_place_are_replaced_without_a_ch
     assert held(receive(successor, "b", late, 0.2)) == {"b": 1} and successor.restarts.used == 0
 
 
-def test_a_leaving_node_does_not_wait_if_a_node_cannot_make_the_last_commit() -> None:
+def test_a_leaving_node_does_not_wait_if_a_node_cannot_make_the_final_commit() -> None:
     job, _ = leave_with_notice()
-    (command,) = receive(job, "c", LastCommitMade(1, why_not="no State"), 4.0)
+    (command,) = receive(job, "c", FinalCommitMade(1, why_not="no State"), 4.0)
     assert command == Send("b", StandBy(1, "SIGTERM; no common commit: no State"))
-    made = LastCommitMade(1, (LastCommit("state", 7, needs_copies=False),))
+    made = FinalCommitMade(1, (FinalCommit("state", 7, needs_copies=False),))
     assert [receive(job, name, made, 5.0) for name in "abc"] == [[], [], []]
     assert assigned(receive(job, "b", Left("SIGTERM"), 6.0)) == {"a": 0, "c": 1}
 
 
-def test_an_invalid_last_commit_is_named_as_the_reason() -> None:
+def test_an_invalid_final_commit_is_named_as_the_reason() -> None:
     job, _ = leave_with_notice()
-    (command,) = receive(job, "c", LastCommitMade(1, (LastCommit("state", -1),)), 4.0)
+    (command,) = receive(job, "c", FinalCommitMade(1, (FinalCommit("state", -1),)), 4.0)
     why = "node c reported too many States, or a value that is out of range"
     assert command == Send("b", StandBy(1, f"SIGTERM; no common commit: {why}"))
 
 
-def test_copies_of_a_last_commit_of_too_many_states_are_not_waited_for() -> None:
+def test_copies_of_a_final_commit_of_too_many_states_are_not_waited_for() -> None:
     job = new_job(1, 3)
     for name in "abc":
         receive(job, name, join(job, name, ready=Ready(port(name), 0, replica_port=5000)), 0.0)
@@ -516,17 +516,17 @@ def test_copies_of_a_last_commit_of_too_many_states_are_not_waited_for() -> None
         for node in "abc":
             receive(job, node, Replicated(1, f"s{number}", 1), 1.0)
     receive(job, "b", Leaving("SIGTERM", is_planned=True), 3.0)
-    made = LastCommitMade(1, (LastCommit("unknown", 7),))
+    made = FinalCommitMade(1, (FinalCommit("unknown", 7),))
     for node in "abc":
         receive(job, node, made, 4.0)
     assert job.why == "node b leaves: SIGTERM; all ranks have commit 7"
 
 
-def test_a_job_that_is_about_to_finish_makes_no_last_commit_and_says_so() -> None:
+def test_a_job_that_is_about_to_finish_makes_no_final_commit_and_says_so() -> None:
     job = running("a", "b", "c")
     receive(job, "a", Succeeded(1), 2.0)
     (command,) = receive(job, "b", Leaving("SIGTERM", is_planned=True), 3.0)
-    why = "SIGTERM; no last commit: workers of another node have already exited 0"
+    why = "SIGTERM; no final commit: workers of another node have already exited 0"
     assert command == Send("b", StandBy(1, why))
 
 

@@ -96,7 +96,7 @@ def test_a_node_that_gets_sigterm_leaves_after_a_commit_of_all_ranks(job: Job) -
 
 
 def saved_in(job: Job) -> tuple[str, ...]:
-    """Flags: the only checkpoint is the last commit."""
+    """Flags: the only checkpoint is the final commit."""
     return f"--checkpoint-dir={job.folder / 'checkpoints'}", "--checkpoint-interval=1h"
 
 
@@ -118,7 +118,7 @@ def test_all_states_of_the_only_node_are_on_disk_after_sigterm_and_a_new_job_rep
 
 
 @pytest.mark.parametrize("nnodes", ["2", pytest.param("1:2", marks=pytest.mark.long)])
-def test_when_all_nodes_get_sigterm_their_last_commit_is_on_disk(job: Job, nnodes: str) -> None:
+def test_when_all_nodes_get_sigterm_their_final_commit_is_on_disk(job: Job, nnodes: str) -> None:
     """The state differs between the ranks, so that every node writes its part."""
     job.env |= {"OWN": "1"}
     agents = start(job, 2, FULL, *saved_in(job), nnodes=nnodes)
@@ -139,11 +139,11 @@ def test_without_a_directory_the_only_node_leaves_at_once_and_says_why(job: Job)
     until_world(job, 1)
     agent.signal(signal.SIGTERM)
     assert agent.wait() == 128 + signal.SIGTERM
-    assert len(re.findall("no last commit: .* without --checkpoint-dir it cannot be kept", agent.err)) == 1, agent.err
+    assert len(re.findall("no final commit: .* without --checkpoint-dir it cannot be kept", agent.err)) == 1, agent.err
 
 
-def test_a_worker_goes_on_in_place_after_the_last_commit_and_repeats_no_step(job: Job) -> None:
-    """All workers wait after the last commit; the next round wakes the survivor, in the same process."""
+def test_a_worker_goes_on_in_place_after_the_final_commit_and_repeats_no_step(job: Job) -> None:
+    """All workers wait after the final commit; the next round wakes the survivor, in the same process."""
     flags = "--inprocess-timeout=60", "--drain-timeout=120", FULL  # a busy machine is slow
 
     def lines() -> list[list[str]]:

@@ -24,8 +24,8 @@ from ripstop.protocol.messages import (
     Assign,
     Drain,
     Failed,
+    FinalCommitMade,
     Join,
-    LastCommitMade,
     Leaving,
     Problems,
     StandBy,
@@ -80,7 +80,7 @@ class Rules:
                 return lambda _: require(job.restarts.used == charged, f"a health problem was charged: {event}")
             case job_types.NodeMessage(name, StateLost(round)) if round == job.round and name in job.places:
                 return self._before_restart_without_state(job)
-            case job_types.NodeMessage(_, Leaving() | LastCommitMade()) if self._is_on_time(job):
+            case job_types.NodeMessage(_, Leaving() | FinalCommitMade()) if self._is_on_time(job):
                 used = job.restarts.used
                 return lambda _: require(job.restarts.used == used, f"a departure was charged: {event}")
             case job_types.StragglerFound(name, round):

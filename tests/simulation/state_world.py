@@ -1,7 +1,7 @@
 """The job of `world.py` with training state: nodes that leave with notice, state that is lost, slow nodes, and workers
 that SIGKILL does not end.
 
-Workers have a `State`.  A node that gets a signal, a notice or a `Drain` asks for a last commit; its workers make it,
+Workers have a `State`.  A node that gets a signal, a notice or a `Drain` asks for a final commit; its workers make it,
 or cannot, or never do.  Rules, besides those of `rules.py`:
 
 1.  A node that leaves with notice has left at its deadline.
@@ -20,7 +20,7 @@ from ripstop.agent import machine_io as agent_io
 from ripstop.coordinator import job_types
 from ripstop.model.round import Address, Place
 from ripstop.model.status import Phase
-from ripstop.protocol.messages import LastCommit, StateLost
+from ripstop.protocol.messages import FinalCommit, StateLost
 from ripstop.workers.processes import KILL_TIMEOUT_S
 from tests.simulation.rules import STOP_TIMEOUT_S, require
 from tests.simulation.succession_world import check_world
@@ -105,17 +105,17 @@ class StateWorld(World):
         if node.group is group and group.state == "running":
             self._feed(node, agent_io.FirstCommit(group.place.round))
 
-    def _make_last_commit(self, node: SimNode, round: int) -> None:
+    def _make_final_commit(self, node: SimNode, round: int) -> None:
         outcome = self.random.choice(("made", "made", "made", "made", "cannot", "never"))
         if outcome != "never":
             why_not = "" if outcome == "made" else "rank 0 has no State"
-            self.soon(0.05, 1.0, self._last_commit, node, node.group, why_not)
+            self.soon(0.05, 1.0, self._final_commit, node, node.group, why_not)
 
-    def _last_commit(self, node: SimNode, group: Group, why_not: str) -> None:
+    def _final_commit(self, node: SimNode, group: Group, why_not: str) -> None:
         if node.group is group and group.state == "running":
-            commits = () if why_not else (LastCommit("model", 7, needs_copies=False),)
-            self.reached["a last commit is made"] += not why_not
-            self._feed(node, agent_io.LastCommitDone(group.place.round, commits, why_not))
+            commits = () if why_not else (FinalCommit("model", 7, needs_copies=False),)
+            self.reached["a final commit is made"] += not why_not
+            self._feed(node, agent_io.FinalCommitDone(group.place.round, commits, why_not))
 
     # workers that cannot be killed ------------------------------------------------------------------------------------
 

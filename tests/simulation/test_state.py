@@ -20,7 +20,7 @@ from tests.simulation.rules import Violation
 from tests.simulation.state_world import StateWorld
 
 REACHED = (
-    "a last commit is made",
+    "a final commit is made",
     "a spare replaces a slow node",
     "a worker cannot be killed",
     "state is lost",

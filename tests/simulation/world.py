@@ -533,8 +533,8 @@ class World:
                     self._reform(node, place, kept)
                 case agent_io.ReplaceWorkers(round, ranks):
                     self._replace(node, round, ranks)
-                case agent_io.MakeLastCommit(round):
-                    self._make_last_commit(node, round)
+                case agent_io.MakeFinalCommit(round):
+                    self._make_final_commit(node, round)
                 case agent_io.ExitAgent():
                     self._exit(node, command)
                     return
@@ -630,9 +630,9 @@ class World:
         group.outside -= set(ranks)
         group.registered -= set(ranks)
 
-    def _make_last_commit(self, node: SimNode, round: int) -> None:
+    def _make_final_commit(self, node: SimNode, round: int) -> None:
         """For `state_world.py`: here, workers have no State."""
-        raise Violation(f"{node.id} has to make a last commit of round {round}, and has no State")
+        raise Violation(f"{node.id} has to make a final commit of round {round}, and has no State")
 
     def _workers_step(self, node: SimNode, group: Group) -> None:
         """The workers report their first step to the current coordinator."""

@@ -239,7 +239,7 @@ def test_training_state_goes_on_after_a_requeue(cluster: Cluster) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("option", ["", "--signal=B:USR1@15", "--signal=TERM@15"])
 def test_the_time_limit_is_a_planned_end_with_a_commit(cgroup_cluster: Cluster, tmp_path: Path, option: str) -> None:
-    """The last commit is the only checkpoint; the next job continues with the next step."""
+    """The final commit is the only checkpoint; the next job continues with the next step."""
     losses = tmp_path / "losses"
     flags = f"--checkpoint-dir={tmp_path / 'checkpoints'} --checkpoint-interval=1h"
     lines = f"export LOSSES={losses} STEPS=100000000 OMP_NUM_THREADS=1", f"exec {SRUN} {RUN} {flags} {STATE}"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ripstop.commit_memory import CommitId
-from ripstop.protocol.messages import LastCommit
+from ripstop.protocol.messages import FinalCommit
 from ripstop.train import agent_memory
 from ripstop.train.agent_memory import AgentError, AgentMemory, Identity
 from ripstop.train.interruption import Interrupted
@@ -263,23 +263,23 @@ LAST = {"last": "state", "commit": [1, 7], "slot": 0, "replicated": True}
 @pytest.mark.parametrize(
     "wrong", [{"last": "x" * 65}, {"commit": [1, 2**48 + 1]}, {"commit": [1, -1]}, {"commit": [2**48 + 1, 7]}]
 )
-def test_an_invalid_last_commit_is_rejected(client: AgentMemory, wrong: dict[str, object]) -> None:
+def test_an_invalid_final_commit_is_rejected(client: AgentMemory, wrong: dict[str, object]) -> None:
     with pytest.raises(AgentError, match="the request is invalid"):
         client._ask({**LAST, **wrong}, [])
 
 
-def test_last_commits_are_reported_once(agent: Agent, client: AgentMemory) -> None:
+def test_final_commits_are_reported_once(agent: Agent, client: AgentMemory) -> None:
     reports: list[tuple[object, ...]] = []
-    agent.memory.on_last_commits = lambda *made: reports.append(made)
+    agent.memory.on_final_commits = lambda *made: reports.append(made)
     client._ask(LAST, [])
     for _ in range(2):
         client._ask({"waits": None}, [])
-    assert reports == [(1, (LastCommit("state", 7, needs_copies=False),), "")]
+    assert reports == [(1, (FinalCommit("state", 7, needs_copies=False),), "")]
 
 
-def test_ranks_of_a_node_with_different_last_commits_have_none_in_common(agent: Agent, client: AgentMemory) -> None:
+def test_ranks_of_a_node_with_different_final_commits_have_none_in_common(agent: Agent, client: AgentMemory) -> None:
     reports: list[tuple[object, ...]] = []
-    agent.memory.on_last_commits = lambda *made: reports.append(made)
+    agent.memory.on_final_commits = lambda *made: reports.append(made)
     agent.memory._identify = lambda pid: WorkerIdentity(1, agent.rank, 2, range(2))
     for agent.rank in range(2):
         client._ask({**LAST, "commit": [1, 7 + agent.rank]}, [])

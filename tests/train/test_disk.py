@@ -567,7 +567,7 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_the_last_commit_of_a_round_is_saved_after_the_one_that_is_being_saved(directory: Path) -> None:
+def test_the_final_commit_of_a_round_is_saved_after_the_one_that_is_being_saved(directory: Path) -> None:
     async def scenario() -> list[tuple[int, int]]:
         saver = SlowSaver(directory)
         fd = os.memfd_create("buffer")
@@ -587,7 +587,7 @@ def test_the_last_commit_of_a_round_is_saved_after_the_one_that_is_being_saved(d
     assert asyncio.run(scenario()) == [(1, 5), (1, 9)]
 
 
-def test_the_last_commit_replaces_a_save_for_which_not_all_workers_have_asked(directory: Path) -> None:
+def test_the_final_commit_replaces_a_save_for_which_not_all_workers_have_asked(directory: Path) -> None:
     async def scenario() -> list[tuple[int, int]]:
         saver = SlowSaver(directory)
         fd = os.memfd_create("buffer")
@@ -603,7 +603,7 @@ def test_the_last_commit_replaces_a_save_for_which_not_all_workers_have_asked(di
     assert asyncio.run(scenario()) == [(1, 8)]
 
 
-def test_a_last_commit_that_is_not_saved_is_logged(
+def test_a_final_commit_that_is_not_saved_is_logged(
     directory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dup, left = os.dup, [1]

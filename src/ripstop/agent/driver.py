@@ -35,7 +35,7 @@ from ripstop.agent.machine_io import (
     HealthChecked,
     InspectWorkers,
     LogLine,
-    MakeLastCommit,
+    MakeFinalCommit,
     OpenStorePort,
     PreemptionNoticed,
     ReformWorkers,
@@ -304,8 +304,8 @@ class AgentDriver:
                 self._runner.reform(place, why, kept, grace, host)
             case ReplaceWorkers(round, local_ranks):
                 self._runner.replace(round, local_ranks)
-            case MakeLastCommit(round):
-                self._runner.make_last_commit(round)
+            case MakeFinalCommit(round):
+                self._runner.make_final_commit(round)
             case InspectWorkers(round):
                 self._run_task(self._runner.inspect(round))
             case LogLine(text, is_warning):

@@ -9,14 +9,14 @@
     So messages may arrive late, twice or out of order.
 3.  The agent reports what happens; the coordinator decides.  A report that cannot be sent is part of the next `Join`,
     or follows it (`StateLost`).  Two are not repeated: a `PeerLost` only saves time, and a node that waits for a
-    `LastCommitMade` leaves at its deadline.
+    `FinalCommitMade` leaves at its deadline.
 4.  Healthy workers continue while the coordinator is unreachable.  An agent that needs the coordinator gives up after a
     timeout.  It exits 0 if all its workers have succeeded by then.
 5.  On a signal the agent leaves: it reports that, stops its workers with the same signal, and exits 128 + n.  A second
     signal kills the workers immediately; the same one within 0.2 s does not, because srun may pass on a copy.  If
-    the workers have a `train.State`, and the signal is not from a terminal, they first make a last commit together with
-    the other nodes' workers: the coordinator asks for it, and then gives this node no place.  An operator's drain and a
-    preemption notice do the same.  There is a deadline.
+    the workers have a `train.State`, and the signal is not from a terminal, they first make a final commit together
+    with the other nodes' workers: the coordinator asks for it, and then gives this node no place.  An operator's drain
+    and a preemption notice do the same.  There is a deadline.
 6.  A node offers itself to the job only after it has passed one health check; it gives up if none passes within the
     join timeout.  Later it only reports its problems: the coordinator decides if the job needs the node anyway.
 7.  A node that is ready offers a port for the store of a later round.  An offer is valid for one connection and one
@@ -38,12 +38,12 @@ from ripstop.agent.machine_io import (
     CoordinatorLost,
     CoordinatorMessage,
     ExitAgent,
+    FinalCommitDone,
     FirstCommit,
     HealthChecked,
     InspectWorkers,
-    LastCommitDone,
     LogLine,
-    MakeLastCommit,
+    MakeFinalCommit,
     OpenStorePort,
     PreemptionNoticed,
     ReformWorkers,
@@ -110,7 +110,7 @@ class Agent:
         self._failures: tuple[Failure, ...] = ()
         self._leave_signal = 0
         self._signalled_at = 0.0
-        self._leave_at: float | None = None  # without a last commit, at this time
+        self._leave_at: float | None = None  # without a final commit, at this time
         self._state_round = 0  # the last round whose workers have a State
         self._state_lost = messages.StateLost(0, "")  # the last report
         self._closing: messages.Closing | None = None
@@ -193,8 +193,8 @@ class Agent:
                     return self._replace({rank}, "exited 0 before this round")
             case FirstCommit(round):
                 self._state_round = round
-            case LastCommitDone(round, commits, why_not):
-                return self._send(messages.LastCommitMade(round, commits, why_not))
+            case FinalCommitDone(round, commits, why_not):
+                return self._send(messages.FinalCommitMade(round, commits, why_not))
             case StateLost(round, why):
                 self._state_lost = messages.StateLost(round, why)
                 return self._send(self._state_lost)
@@ -331,9 +331,9 @@ class Agent:
                 return self._on_stand_by(round, why)
             case messages.Drain(why):
                 return self._on_drain(why, now)
-            case messages.MakeLastCommit(round):
+            case messages.MakeFinalCommit(round):
                 is_running = self._has_workers_of(round) and self.state is WorkersState.RUNNING
-                return [MakeLastCommit(round)] if is_running else []
+                return [MakeFinalCommit(round)] if is_running else []
             case messages.Inspect(round):
                 exist = self._has_workers_of(round) and self.state in (WorkersState.RUNNING, WorkersState.FAILED)
                 return [InspectWorkers(round)] if exist else self._send(messages.Inspected(round))
@@ -471,7 +471,7 @@ class Agent:
         return [*self._send(messages.Leaving(why)), LogLine(f"{why}: leaving"), *self._exit_with(ExitAgent(0, why))]
 
     def _plan_to_leave(self, why: str, now: float) -> list[AgentCommand]:
-        """Leave after a last commit, if the workers can make one (rule 5); empty if they cannot."""
+        """Leave after a final commit, if the workers can make one (rule 5); empty if they cannot."""
         timeout, has_state = self.settings.drain_timeout, self._has_workers_of(self._state_round)
         if not (timeout and has_state and self.is_connected and self.state is WorkersState.RUNNING):
             return []

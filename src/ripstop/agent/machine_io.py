@@ -5,7 +5,7 @@ from msgspec import Struct
 from ripstop.agent.health.assessment import HealthProblem
 from ripstop.model.failure import Failure, JobEnd
 from ripstop.model.round import Place
-from ripstop.protocol.messages import FromAgent, FromCoordinator, LastCommit
+from ripstop.protocol.messages import FinalCommit, FromAgent, FromCoordinator
 
 # inputs ---------------------------------------------------------------------------------------------------------------
 
@@ -112,11 +112,11 @@ class FirstCommit(Struct, frozen=True):
     round: int
 
 
-class LastCommitDone(Struct, frozen=True):
-    """All workers of this round wait after its last commit, or cannot make it."""
+class FinalCommitDone(Struct, frozen=True):
+    """All workers of this round wait after its final commit, or cannot make it."""
 
     round: int
-    commits: tuple[LastCommit, ...] = ()
+    commits: tuple[FinalCommit, ...] = ()
     why_not: str = ""
 
 
@@ -146,7 +146,7 @@ class Tick(Struct, frozen=True):
 AgentInput = (
     CoordinatorConnected | CoordinatorLost | CoordinatorMessage | WarmupDone | HealthChecked | StorePortReady
     | WorkersFailed | WorkersInspected | WorkersSucceeded | WorkersStopped | WorkersUnkillable | WorkerRegistered
-    | WorkerReformed | WorkerLostPeer | WorkerLeft | FirstCommit | LastCommitDone | StateLost | PreemptionNoticed
+    | WorkerReformed | WorkerLostPeer | WorkerLeft | FirstCommit | FinalCommitDone | StateLost | PreemptionNoticed
     | SignalReceived
     | Tick
 )  # fmt: skip
@@ -207,8 +207,8 @@ class ReplaceWorkers(Struct, frozen=True):
     local_ranks: tuple[int, ...]
 
 
-class MakeLastCommit(Struct, frozen=True):
-    """Let the workers of this round make one more commit, and wait; then report `LastCommitDone`."""
+class MakeFinalCommit(Struct, frozen=True):
+    """Let the workers of this round make one more commit, and wait; then report `FinalCommitDone`."""
 
     round: int
 
@@ -235,6 +235,6 @@ class ExitAgent(Struct, frozen=True):
 
 
 AgentCommand = (
-    SendToCoordinator | OpenStorePort | StartWorkers | StopWorkers | ReformWorkers | ReplaceWorkers | MakeLastCommit
+    SendToCoordinator | OpenStorePort | StartWorkers | StopWorkers | ReformWorkers | ReplaceWorkers | MakeFinalCommit
     | InspectWorkers | LogLine | ExitAgent
 )  # fmt: skip

@@ -21,7 +21,7 @@ class AgentSettings(Struct, frozen=True):
     timing: Timing = field(default_factory=Timing)
     rank_by: RankBy = RankBy.JOIN
     health_interval: float = 30.0
-    drain_timeout: float = DRAIN_TIMEOUT_S  # for a last commit, before this node leaves; 0: it leaves at once
+    drain_timeout: float = DRAIN_TIMEOUT_S  # for a final commit, before this node leaves; 0: it leaves at once
     has_checkpoints: bool = False  # commits are written to disk too
     store_port: int = 0  # the port that the user fixed for the store; 0: a new free port for every round
 

@@ -103,7 +103,7 @@ class RoundRunner:
         )
         self._state_memory = StateMemory(self._reports.path, self._identify_worker, self._saver, self._elastic)
         self._state_memory.on_first_commit = lambda round: report(machine_io.FirstCommit(round))
-        self._state_memory.on_last_commits = lambda *made: report(machine_io.LastCommitDone(*made))
+        self._state_memory.on_final_commits = lambda *made: report(machine_io.FinalCommitDone(*made))
         self._state_memory.on_state_lost = lambda round, why: report(machine_io.StateLost(round, why))
         self.replication = Supervisor(config, node, self._state_memory, self._children, send_replicated)
         self._round: Round | None = None  # the one that runs, or ran last
@@ -455,12 +455,12 @@ class RoundRunner:
                 log.error("cannot inspect the workers of round %d: %r", number, defect)
         self._report(machine_io.WorkersInspected(number, failures))
 
-    # the last commit of a round ---------------------------------------------------------------------------------------
+    # the final commit of a round --------------------------------------------------------------------------------------
 
-    def make_last_commit(self, number: int) -> None:
+    def make_final_commit(self, number: int) -> None:
         slots = self._round.place.slots if self._round is not None else 0
         if why_not := self._state_memory.end_after_commit(number, slots):
-            self._report(machine_io.LastCommitDone(number, why_not=why_not))
+            self._report(machine_io.FinalCommitDone(number, why_not=why_not))
 
     # stop -------------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Nodes that leave a running round on purpose: with notice, or because a spare replaces a slow one.  Pure.
 
-A node that leaves with notice stays until the round has a last commit.  Rules
+A node that leaves with notice stays until the round has a final commit.  Rules
 1.  The coordinator tells all nodes of the round to make it, if the others can go on without the leaving node, or if
     the nodes write it to disk.  Otherwise, or if workers of another node have already exited 0, the node leaves at
     once.
@@ -8,7 +8,7 @@ A node that leaves with notice stays until the round has a last commit.  Rules
     ranks, or nobody goes on.  Then the round ends.  Nothing is charged, and the next round, or the next job with this
     directory for checkpoints, continues from this commit.
 3.  If a node cannot make it, the leaving node does not wait.  The leaving node has a deadline of its own.  A round that
-    ends meanwhile for another reason cancels the last commit.
+    ends meanwhile for another reason cancels the final commit.
 """
 
 from typing import TYPE_CHECKING
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from ripstop.coordinator.job import Job
 
 
-TOO_FEW_NODES = "no last commit: too few nodes would go on, and without --checkpoint-dir it cannot be kept"
-FINISHING = "no last commit: workers of another node have already exited 0"
+TOO_FEW_NODES = "no final commit: too few nodes would go on, and without --checkpoint-dir it cannot be kept"
+FINISHING = "no final commit: workers of another node have already exited 0"
 
 
 class Departure(Struct):
-    """The last commit of a round; `round` 0: none is being made."""
+    """The final commit of a round; `round` 0: none is being made."""
 
     round: int = 0
     node: str = ""  # the first that leaves
     why: str = ""
-    done: dict[str, tuple[messages.LastCommit, ...]] = field(default_factory=dict)  # by node
-    copying: list[messages.LastCommit] | None = None  # those that partners copy; None: they were not asked yet
+    done: dict[str, tuple[messages.FinalCommit, ...]] = field(default_factory=dict)  # by node
+    copying: list[messages.FinalCommit] | None = None  # those that partners copy; None: they were not asked yet
 
 
 def begin(job: "Job", node: str, leaving: messages.Leaving) -> None:
@@ -47,7 +47,7 @@ def begin(job: "Job", node: str, leaving: messages.Leaving) -> None:
     why_not = _why_useless(job, leaving)
     if job.departure.round == job.round > 0:
         if why_not:  # with one more node that leaves
-            _cancel_last_commit(job, f"{why}; {why_not}")
+            _cancel_final_commit(job, f"{why}; {why_not}")
         return  # all nodes know already
     if job.phase is not Phase.RUNNING or node not in job.places:
         job.send(node, messages.StandBy(job.round, why))
@@ -56,11 +56,11 @@ def begin(job: "Job", node: str, leaving: messages.Leaving) -> None:
         job.send(node, messages.StandBy(job.round, f"{why}; {why_not}"))
         return
     job.departure = Departure(job.round, node, why)
-    job.commands += [Send(name, messages.MakeLastCommit(job.round)) for name in job.places]
+    job.commands += [Send(name, messages.MakeFinalCommit(job.round)) for name in job.places]
 
 
 def _why_useless(job: "Job", leaving: messages.Leaving) -> str:
-    """Why there is no last commit (rule 1), or ""."""
+    """Why there is no final commit (rule 1), or ""."""
     if job.succeeded:
         return FINISHING
     return "" if _others_can_go_on(job) or leaving.is_saved_to_disk else TOO_FEW_NODES
@@ -70,37 +70,37 @@ def _others_can_go_on(job: "Job") -> bool:
     return job.membership.ready_count() >= job.settings.min_nodes
 
 
-def on_made(job: "Job", node: str, made: messages.LastCommitMade) -> None:
-    """All workers of this node wait after the last commit, or cannot make it."""
+def on_made(job: "Job", node: str, made: messages.FinalCommitMade) -> None:
+    """All workers of this node wait after the final commit, or cannot make it."""
     departure = job.departure
     if made.round != job.round or departure.round != job.round or node not in job.places:
         return
-    is_valid = len(made.commits) <= MAX_STATES and all(map(_is_valid_last_commit, made.commits))
+    is_valid = len(made.commits) <= MAX_STATES and all(map(_is_valid_final_commit, made.commits))
     if made.why_not or not is_valid:
         why_not = made.why_not or f"node {node} reported too many States, or a value that is out of range"
-        _cancel_last_commit(job, f"{departure.why}; no common commit: {why_not}")
+        _cancel_final_commit(job, f"{departure.why}; no common commit: {why_not}")
         return
     departure.done[node] = made.commits
 
 
-def _cancel_last_commit(job: "Job", why: str) -> None:
-    """There is no last commit: the leaving nodes do not wait."""
+def _cancel_final_commit(job: "Job", why: str) -> None:
+    """There is no final commit: the leaving nodes do not wait."""
     job.departure = Departure()
     for node in job.liveness.leaving:
         if node in job.places:
             job.send(node, messages.StandBy(job.round, why))
 
 
-def _is_valid_last_commit(commit: messages.LastCommit) -> bool:
+def _is_valid_final_commit(commit: messages.FinalCommit) -> bool:
     return len(commit.state) <= MAX_NAME_CHARS and 0 <= commit.number <= MAX_NUMBER
 
 
-def end_after_last_commit(job: "Job", now: float) -> bool:
-    """End the round if all nodes have made its last commit, and have copies of it where they need them."""
+def end_after_final_commit(job: "Job", now: float) -> bool:
+    """End the round if all nodes have made its final commit, and have copies of it where they need them."""
     departure = job.departure
     if departure.round != job.round or not job.places.keys() <= departure.done.keys():
         return False
-    last = _last_commits(departure)
+    last = _final_commits(departure)
     if _others_can_go_on(job) and all(place.partner for place in job.places.values()):
         if departure.copying is None:
             departure.copying = _request_copies(job, last)
@@ -112,16 +112,16 @@ def end_after_last_commit(job: "Job", now: float) -> bool:
     return True
 
 
-def _last_commits(departure: Departure) -> list[messages.LastCommit]:
+def _final_commits(departure: Departure) -> list[messages.FinalCommit]:
     """One for each State; it needs copies if any node says so."""
-    last: dict[str, messages.LastCommit] = {}
+    last: dict[str, messages.FinalCommit] = {}
     for commit in (commit for commits in departure.done.values() for commit in commits):
         if commit.state not in last or commit.needs_copies:
             last[commit.state] = commit
     return list(last.values())
 
 
-def _request_copies(job: "Job", last: list[messages.LastCommit]) -> list[messages.LastCommit]:
+def _request_copies(job: "Job", last: list[messages.FinalCommit]) -> list[messages.FinalCommit]:
     """Ask for the missing copies; the commits that will have them.  Copies of too many States are not asked for."""
     asked = []
     for commit in last:
@@ -133,7 +133,7 @@ def _request_copies(job: "Job", last: list[messages.LastCommit]) -> list[message
     return asked
 
 
-def _has_copies(job: "Job", commit: messages.LastCommit) -> bool:
+def _has_copies(job: "Job", commit: messages.FinalCommit) -> bool:
     complete = job.replication.complete(commit.state)
     return complete is not None and (complete.round, complete.number) >= (job.round, commit.number)
 

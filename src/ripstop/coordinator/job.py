@@ -200,7 +200,7 @@ class Job:
             case messages.Leaving(why):
                 self._on_leaving(node, why, now)
                 departure.begin(self, node, message)
-            case messages.LastCommitMade():
+            case messages.FinalCommitMade():
                 departure.on_made(self, node, message)
             case messages.StateLost(round, why) if round == self.round and node in self.places:
                 if self.phase in (Phase.RUNNING, Phase.RECOVERING):
@@ -419,7 +419,7 @@ class Job:
                 self._form_or_wait(now)
             case Phase.RUNNING if self.places.keys() <= self.succeeded:
                 job_end.close(self, Outcome.SUCCEEDED, "all workers exited 0", now)
-            case Phase.RUNNING if departure.end_after_last_commit(self, now):
+            case Phase.RUNNING if departure.end_after_final_commit(self, now):
                 self._form_or_wait(now)
             case Phase.RUNNING if self.failure_policy.is_undecided:
                 ruling = self.failure_policy.review(self._round_state(now), now)

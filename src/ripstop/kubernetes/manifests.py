@@ -203,7 +203,7 @@ def _make_node(
 
     Settings of the user's template take precedence.
     """
-    # a node that leaves waits for a last commit, then for its workers, and then for the saver of that commit
+    # a node that leaves waits for a final commit, then for its workers, and then for the saver of that commit
     grace = round(DRAIN_TIMEOUT_S) + 2 * spec.shutdown_timeout + AGENT_EXIT_S
     body.setdefault("terminationGracePeriodSeconds", grace)
     trainer = body["containers"][0]

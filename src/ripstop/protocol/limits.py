@@ -17,10 +17,10 @@ from ripstop.model.round import Node, Place
 from ripstop.model.text_formatting import truncate, without_surrogates
 from ripstop.protocol.messages import (
     Failed,
+    FinalCommitMade,
     FromAgent,
     Inspected,
     Join,
-    LastCommitMade,
     Leaving,
     Left,
     Problems,
@@ -57,7 +57,7 @@ def bounded(message: FromAgent) -> FromAgent:
             return replace(_truncated(message), node=node, held=held, restarts=restarts, health_interval=interval)
         case Failed() | Inspected() | Stopped() | Problems():
             return _truncated(message)
-        case LastCommitMade(why_not=why):
+        case FinalCommitMade(why_not=why):
             return replace(message, why_not=truncate(why, MAX_PHRASE))
         case Leaving(why) | Left(why) | StateLost(why=why):
             return replace(message, why=truncate(why, MAX_PHRASE))

@@ -147,7 +147,7 @@ class Succeeded(ProtocolMessage, frozen=True):
 class Leaving(ProtocolMessage, frozen=True):
     """The agent was asked to stop and is stopping its workers.  It takes part in no further round.
 
-    `is_planned`: its workers go on until the round has a last commit (`MakeLastCommit`), or a deadline has passed.
+    `is_planned`: its workers go on until the round has a final commit (`MakeFinalCommit`), or a deadline has passed.
     `is_saved_to_disk`: the nodes write that commit to disk, so that it is of use even if no node goes on.
     """
 
@@ -156,19 +156,19 @@ class Leaving(ProtocolMessage, frozen=True):
     is_saved_to_disk: bool = False
 
 
-class LastCommit(Struct, frozen=True, forbid_unknown_fields=True):
-    """The last commit of a State in a round; `needs_copies`: it is not known to be equal on all ranks."""
+class FinalCommit(Struct, frozen=True, forbid_unknown_fields=True):
+    """The final commit of a State in a round; `needs_copies`: it is not known to be equal on all ranks."""
 
     state: str
     number: Int64
     needs_copies: bool = True
 
 
-class LastCommitMade(ProtocolMessage, frozen=True):
-    """Reply to `MakeLastCommit`: all workers of this node wait after the round's last commit; or why they do not."""
+class FinalCommitMade(ProtocolMessage, frozen=True):
+    """Reply to `MakeFinalCommit`: all workers of this node wait after the round's final commit; or why they do not."""
 
     round: Int64
-    commits: Items[LastCommit] = ()
+    commits: Items[FinalCommit] = ()
     why_not: str = ""
 
 
@@ -292,7 +292,7 @@ class Drain(ProtocolMessage, frozen=True):
     why: str
 
 
-class MakeLastCommit(ProtocolMessage, frozen=True):
+class MakeFinalCommit(ProtocolMessage, frozen=True):
     """A node leaves this round: its ranks make one more commit, after the same step, and wait for the round's end."""
 
     round: Int64
@@ -376,10 +376,10 @@ class Renew(ProtocolMessage, frozen=True):
 Handshake = Challenge | Hello | Welcome | Rejected
 FromAgent = (
     Join | Ready | Problems | Failed | PeerLost | Inspected | Succeeded | Leaving | Stopped | Left | Events | Reply
-    | Replicated | LastCommitMade | StateLost | Heartbeat | Remember | Follow | Promise | Renewed
+    | Replicated | FinalCommitMade | StateLost | Heartbeat | Remember | Follow | Promise | Renewed
 )  # fmt: skip
 FromCoordinator = (
-    Assign | StandBy | Drain | MakeLastCommit | Inspect | Query | Replicate | Closing | Closed | Rejected | Heartbeat
+    Assign | StandBy | Drain | MakeFinalCommit | Inspect | Query | Replicate | Closing | Closed | Rejected | Heartbeat
     | Remember | Canvass | Office | Redirect | Renew
 )  # fmt: skip
 Message = Handshake | FromAgent | FromCoordinator

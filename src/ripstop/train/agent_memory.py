@@ -106,18 +106,18 @@ class AgentMemory:
             raise AgentError(f"the agent has gone: {error}") from error
         return self._held
 
-    def is_last_commit_due(self, name: str) -> bool:
+    def is_final_commit_due(self, name: str) -> bool:
         """Whether this round is about to end, after one more commit."""
         self.held(name)
         return self._is_ending
 
-    def last_commit_made(self, name: str, id: CommitId, slot: int, *, is_replicated: bool) -> None:
-        """This rank has made the round's last commit of this State, in the buffer of this slot."""
+    def final_commit_made(self, name: str, id: CommitId, slot: int, *, is_replicated: bool) -> None:
+        """This rank has made the round's final commit of this State, in the buffer of this slot."""
         made = {"commit": [id.round, id.number], "slot": slot, "replicated": is_replicated}
         self._ask({"last": name, **made}, [])
 
     def wait_for_end(self) -> None:
-        """This rank has made all its last commits.  Returns when its worker is being stopped.
+        """This rank has made all its final commits.  Returns when its worker is being stopped.
 
         In a worker that goes on in place, it raises when the next round begins.
         """

@@ -35,7 +35,7 @@ from ripstop.train import checkpoint_files, content, gpu_copy, interruption, int
 from ripstop.train.agent_memory import AgentError, AgentMemory, Identity, connect
 from ripstop.train.buffer_slots import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, may_free_others, newest_last, next_slot
 from ripstop.train.commit_buffer import CommitBuffer
-from ripstop.train.last_commit import LastCommit
+from ripstop.train.final_commit import FinalCommit
 from ripstop.train.rank_store import RankStore, announce_rank_absence
 from ripstop.train.replication import ReplicaComparison
 from ripstop.train.restoring import NO_SLOT, NotKept, RestorableShard, Restoring, first_restore_topic
@@ -94,8 +94,8 @@ class State:
         self._restores = 0
         self._calls = 0  # of commit, since the restore
         self._next_call: int | None = 1  # that commits; None: to be read from rank 0
-        self._last_commit = (0, 0.0)  # call and time
-        self._last: LastCommit | None = None  # of the round
+        self._final_commit = (0, 0.0)  # call and time
+        self._last: FinalCommit | None = None  # of the round
 
     def __getattr__(self, key: str) -> Any:
         try:
@@ -137,7 +137,7 @@ class State:
             self._start_round()
         self._restores += 1
         self._restored_from = None
-        self._calls, self._next_call, self._last_commit = 0, 1, (0, 0.0)
+        self._calls, self._next_call, self._final_commit = 0, 1, (0, 0.0)
         self._commits, self._newest, self._is_on_disk = 0, None, False
         if not self._connect():
             interruption.oppose_interruption(f"state {self._name!r} is not kept")
@@ -170,7 +170,7 @@ class State:
         topic = f"saves {self._restores}"
         self._saves = Saves(self._name, topic, self._rank, self._memory, self._store, restoring.disk.interval)
         worker, restores = self._worker, self._restores
-        self._last = LastCommit(
+        self._last = FinalCommit(
             self._name, worker.round, self._store, self._memory, self._rank, self._world_size, restores
         )
         topic = f"compare {self._restores}"
@@ -275,16 +275,16 @@ class State:
         return is_kept
 
     def _is_last(self) -> bool:
-        """Whether this call makes the last commit of the round, because a node leaves."""
+        """Whether this call makes the final commit of the round, because a node leaves."""
         if self._memory is None or self._last is None:
             return False
         try:
             return self._last.is_now()
-        except (AgentError, RuntimeError):  # the agent or the store is gone: training goes on without a last commit
+        except (AgentError, RuntimeError):  # the agent or the store is gone: training goes on without a final commit
             return False
 
     def _wait_for_end(self) -> None:
-        """After the last commit; if other States have to make theirs, it returns at once."""
+        """After the final commit; if other States have to make theirs, it returns at once."""
         assert self._last is not None and self._newest is not None
         reports.send_last_step()
         try:
@@ -446,11 +446,11 @@ class State:
             return False
         topic = f"interval {self._restores}"
         if self._next_call is None:
-            self._next_call = self._store.get(f"{topic} after {self._last_commit[0]}")
+            self._next_call = self._store.get(f"{topic} after {self._final_commit[0]}")
         if self._calls < self._next_call:
             return False
-        (call, then), now = self._last_commit, time.monotonic()
-        self._last_commit = self._calls, now
+        (call, then), now = self._final_commit, time.monotonic()
+        self._final_commit = self._calls, now
         if self._rank > 0:
             self._next_call = None
         else:

@@ -6,7 +6,7 @@ Rules
 2.  One saver at a time for each State.  A commit that is due meanwhile is skipped, with a warning.
 3.  A saver that fails or dies costs this checkpoint only; the next one is tried at the next interval.
 4.  The agent waits for savers when it ends, at most `shutdown` seconds.
-5.  The last commit of a round, before a node leaves, is not skipped: it is saved after the one that is being saved.
+5.  The final commit of a round, before a node leaves, is not skipped: it is saved after the one that is being saved.
 """
 
 import asyncio
@@ -127,7 +127,7 @@ class SaverProcesses:
     def save_last(
         self, name: str, commit: tuple[int, int], world_size: int, buffers: Mapping[int, tuple[int, int]]
     ) -> None:
-        """Save the last commit of a round; `buffers` are the slot and the descriptor of each rank of this node."""
+        """Save the final commit of a round; `buffers` are the slot and the descriptor of each rank of this node."""
         running = self._saves.get(name)
         if running is not None and not running.is_started:  # a worker did not ask
             self._forget(running)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ripstop.commit_memory import FIRST_COPY_SLOT, CommitId
-from ripstop.protocol.messages import LastCommit
+from ripstop.protocol.messages import FinalCommit
 from ripstop.system.safe_files import file_identity
 from ripstop.workers.elastic_workers import ElasticWorkers
 from ripstop.workers.saver_process import SaverProcesses
@@ -64,7 +64,7 @@ class WorkerIdentity:
 
 @dataclass(frozen=True, slots=True)
 class MadeCommit:
-    """One rank's last commit of a State in a round, its buffer, and whether all ranks have it equal."""
+    """One rank's final commit of a State in a round, its buffer, and whether all ranks have it equal."""
 
     id: CommitId
     slot: int
@@ -96,12 +96,12 @@ class StateMemory:
         self._held: dict[str, list[CommitId]] = {}  # by name: commits that workers must not overwrite
         self._listeners: dict[socket.socket, str] = {}  # connections that learn of changes in `held`, and the name
         self._drops: dict[str, tuple[int, range]] = {}  # by name: a round with a complete set lets others be freed
-        self._ending: set[socket.socket] = set()  # listeners whose workers make the last commit of their round
-        self._last: dict[str, dict[int, MadeCommit]] = {}  # by name and rank: the last commits of the round
+        self._ending: set[socket.socket] = set()  # listeners whose workers make the final commit of their round
+        self._last: dict[str, dict[int, MadeCommit]] = {}  # by name and rank: the final commits of the round
         self._waiting: set[int] = set()  # ranks that have made theirs
         self.on_first_commit: Callable[[int], None] | None = None  # of a worker in this round
-        # all workers of this round have made their last commits; or why these are of no use
-        self.on_last_commits: Callable[[int, tuple[LastCommit, ...], str], None] | None = None
+        # all workers of this round have made their final commits; or why these are of no use
+        self.on_final_commits: Callable[[int, tuple[FinalCommit, ...], str], None] | None = None
         self.on_state_lost: Callable[[int, str], None] | None = None  # a worker cannot go on in place, and why
         self.on_kept: Callable[[int, str, int, int], None] | None = None  # a worker's rank, name, slot, descriptor
 
@@ -363,7 +363,7 @@ class StateMemory:
             except OSError:
                 self._close(connection)
 
-    # the last commit of a round ---------------------------------------------------------------------------------------
+    # the final commit of a round --------------------------------------------------------------------------------------
 
     def end_after_commit(self, round: int, workers: int) -> str:
         """Let the workers make one more commit, after the same step, and wait; why this is not possible, or ""."""
@@ -404,12 +404,12 @@ class StateMemory:
             (id,) = ids
             self._save_last(worker, name, id, made)
             needs_copies = not all(commit.is_replicated for commit in made.values())
-            commits.append(LastCommit(name, id.number, needs_copies))
-        if self.on_last_commits is not None:
-            self.on_last_commits(worker.round, tuple(commits), why_not)
+            commits.append(FinalCommit(name, id.number, needs_copies))
+        if self.on_final_commits is not None:
+            self.on_final_commits(worker.round, tuple(commits), why_not)
 
     def _save_last(self, worker: WorkerIdentity, name: str, id: CommitId, made: Mapping[int, MadeCommit]) -> None:
-        """Save the last commit to disk: perhaps no node goes on."""
+        """Save the final commit to disk: perhaps no node goes on."""
         slots = {rank: (commit.slot, self._buffers.get((rank, name), {})) for rank, commit in made.items()}
         buffers = {rank: (slot, fds[slot]) for rank, (slot, fds) in slots.items() if slot in fds}
         if self._saver is not None and buffers.keys() == set(worker.local_ranks):

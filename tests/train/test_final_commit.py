@@ -1,4 +1,4 @@
-"""The agreement of ranks on the last commit of a round, in all orders in which they can learn of it."""
+"""The agreement of ranks on the final commit of a round, in all orders in which they can learn of it."""
 
 import socket
 import threading
@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 
 from ripstop.commit_memory import CommitId, Header
-from ripstop.train import interruption, last_commit
+from ripstop.train import final_commit, interruption
 from ripstop.train.agent_memory import AgentMemory
-from ripstop.train.last_commit import LastCommit
+from ripstop.train.final_commit import FinalCommit
 from ripstop.train.rank_store import RankStore
 
 
@@ -38,10 +38,10 @@ class Memory:
         self.made: list[tuple[str, int]] = []
         self.waits = False
 
-    def is_last_commit_due(self, name: str) -> bool:
+    def is_final_commit_due(self, name: str) -> bool:
         return self.call >= self.tells_at
 
-    def last_commit_made(self, name: str, id: CommitId, slot: int, *, is_replicated: bool) -> None:
+    def final_commit_made(self, name: str, id: CommitId, slot: int, *, is_replicated: bool) -> None:
         self.made.append((name, id.number))
 
     def wait_for_end(self) -> None:
@@ -49,21 +49,21 @@ class Memory:
 
 
 @pytest.fixture
-def states(monkeypatch: pytest.MonkeyPatch) -> list[weakref.WeakValueDictionary[str, LastCommit]]:
+def states(monkeypatch: pytest.MonkeyPatch) -> list[weakref.WeakValueDictionary[str, FinalCommit]]:
     """The States of each rank: in a job, these are three processes."""
-    found = [weakref.WeakValueDictionary[str, LastCommit]() for _ in range(3)]
-    monkeypatch.setattr(last_commit, "_states", found[0])
+    found = [weakref.WeakValueDictionary[str, FinalCommit]() for _ in range(3)]
+    monkeypatch.setattr(final_commit, "_states", found[0])
     return found
 
 
-def part(name: str, memory: Memory, store: RankStore, rank: int = 0, world_size: int = 1) -> LastCommit:
-    return LastCommit(name, 1, store, cast(AgentMemory, memory), rank, world_size, 1)
+def part(name: str, memory: Memory, store: RankStore, rank: int = 0, world_size: int = 1) -> FinalCommit:
+    return FinalCommit(name, 1, store, cast(AgentMemory, memory), rank, world_size, 1)
 
 
 @pytest.mark.parametrize("learned", list(product(range(1, 5), repeat=3)))
-def test_all_ranks_make_the_same_last_commit(
+def test_all_ranks_make_the_same_final_commit(
     learned: tuple[int, ...],
-    states: list[weakref.WeakValueDictionary[str, LastCommit]],
+    states: list[weakref.WeakValueDictionary[str, FinalCommit]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each rank learns of it at another call.  Between two calls is a collective, so no rank is a call ahead."""
@@ -73,7 +73,7 @@ def test_all_ranks_make_the_same_last_commit(
     last: dict[int, int] = {}
     for call in range(1, 12):
         for rank in (0, 1, 2) if call % 2 else (2, 1, 0):
-            monkeypatch.setattr(last_commit, "_states", states[rank])
+            monkeypatch.setattr(final_commit, "_states", states[rank])
             memories[rank].call = call
             if ranks[rank].is_now():
                 last.setdefault(rank, call)
@@ -82,7 +82,7 @@ def test_all_ranks_make_the_same_last_commit(
     assert last == dict.fromkeys(range(3), last[0]) and last[0] <= max(learned) + 2
 
 
-def commit(state: LastCommit, number: int) -> None:
+def commit(state: FinalCommit, number: int) -> None:
     if state.is_now():
         state.made(Header(0, CommitId(1, number), 0, 1, 0, 0, 0, 0), slot=0)
 
@@ -116,7 +116,7 @@ def test_a_state_that_the_script_does_not_commit_delays_the_end_by_one_step_at_m
 
 
 @pytest.mark.parametrize("is_told_before", [False, True])
-def test_the_next_round_interrupts_the_wait_after_the_last_commit(tmp_path: Path, is_told_before: bool) -> None:
+def test_the_next_round_interrupts_the_wait_after_the_final_commit(tmp_path: Path, is_told_before: bool) -> None:
     path = str(tmp_path / "agent")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with listener:
@@ -126,7 +126,7 @@ def test_the_next_round_interrupts_the_wait_after_the_last_commit(tmp_path: Path
         agent, _ = listener.accept()
         with agent:
             agent.send(b'{"held": [], "ending": true}')
-            assert memory.is_last_commit_due("state")
+            assert memory.is_final_commit_due("state")
             agent.send(b"{}")  # the reply to "waits"
             interruption.enter_interruptible()
             thread = threading.Timer(0.0 if is_told_before else 0.2, interruption.interrupt)

@@ -1,10 +1,10 @@
-"""How the ranks of a round agree on its last commit, when a node leaves with notice.
+"""How the ranks of a round agree on its final commit, when a node leaves with notice.
 
 The agents tell their workers that the round is about to end.  All ranks then commit after the same step, and wait for
 the end.  So the next round continues exactly there, and no step is repeated.  Rules
 1.  Each rank announces in the round's store that it knows.  When all have, rank 0 announces its next call of `commit`
     as the last one.  A collective lies between two calls, so every rank reads the announcement before that call.
-2.  Nothing waits before the last commit: a rank that trains on is never blocked by one that knows.
+2.  Nothing waits before the final commit: a rank that trains on is never blocked by one that knows.
 3.  If a worker has several States, the one that commits first after a step agrees for all.  The others commit after it,
     in the same step; then the worker waits.  It also waits if the first one commits again: then the script did not
     commit the others after this step, and they keep their older commits.
@@ -16,10 +16,10 @@ from ripstop.commit_memory import IS_REPLICATED, Header
 from ripstop.train.agent_memory import AgentMemory
 from ripstop.train.rank_store import RankStore
 
-TOPIC = "last commit"
+TOPIC = "final commit"
 
 
-class LastCommit:
+class FinalCommit:
     """The part of one State, since its restore."""
 
     def __init__(
@@ -35,7 +35,7 @@ class LastCommit:
         self._calls = 0
         self._has_announced = False
         self._call: int | None = None  # the last one
-        self._made: dict[str, tuple[Header, int]] = {}  # of the first State: all States' last commits, and their slots
+        self._made: dict[str, tuple[Header, int]] = {}  # of the first State: all States' final commits, and their slots
 
     def is_now(self) -> bool:
         """Whether this call of `commit` is the last one.  Asked once at each call."""
@@ -45,10 +45,10 @@ class LastCommit:
         first = self._all()[0]
         if first is not self:
             return first._is_last_step()
-        return self._memory.is_last_commit_due(self._name) and self._agree(self._calls)
+        return self._memory.is_final_commit_due(self._name) and self._agree(self._calls)
 
     def made(self, header: Header, slot: int) -> None:
-        """This State has made its last commit.  If all have, it returns when the worker is being stopped.
+        """This State has made its final commit.  If all have, it returns when the worker is being stopped.
 
         In a worker that goes on in place, it then raises when the next round begins.
         """
@@ -61,10 +61,10 @@ class LastCommit:
             if state._name in first._made:
                 header, slot = first._made[state._name]
                 is_replicated = bool(header.flags & IS_REPLICATED)
-                state._memory.last_commit_made(state._name, header.id, slot, is_replicated=is_replicated)
+                state._memory.final_commit_made(state._name, header.id, slot, is_replicated=is_replicated)
         first._memory.wait_for_end()
 
-    def _all(self) -> "list[LastCommit]":
+    def _all(self) -> "list[FinalCommit]":
         """Those that have committed in this round, in the order of their first calls."""
         return [state for state in _states.values() if state._round == self._round]
 
@@ -85,4 +85,4 @@ class LastCommit:
         return False
 
 
-_states: "weakref.WeakValueDictionary[str, LastCommit]" = weakref.WeakValueDictionary()  # of this process
+_states: "weakref.WeakValueDictionary[str, FinalCommit]" = weakref.WeakValueDictionary()  # of this process
