@@ -29,8 +29,8 @@ examples
 SCALE_HELP = f"""\
 usage: ripstop scale N [FLAGS]
 
-Sets the number of nodes that the job uses, within its --nnodes=MIN:MAX.  If it has more nodes, the others become
-spares.  If it has fewer, it adds spares and new nodes.
+Sets the number of nodes that the job uses, within its --nnodes=MIN:MAX.  If more nodes train now, some become
+spares.  If fewer train now, spares begin to train, and so do nodes that join later.
 
 examples
   ripstop scale 8
