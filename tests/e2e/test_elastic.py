@@ -91,7 +91,7 @@ def test_the_others_go_on_in_the_same_process_with_the_same_numbers(
 def test_a_worker_that_is_stopped_is_replaced_and_its_peers_wait_for_the_new_one(
     job: ElasticJob, right: list[dict[int, str]]
 ) -> None:
-    job.train("found", "2:5:stop,1:5:kill", "--inprocess-timeout=2")
+    job.train("found", "2:5:stop,1:5:follow", "--inprocess-timeout=2")
     assert "rank 2 did not leave the last round within 2 s" in job.agents[-1].err
     assert [job.processes("found", rank) for rank in range(RANKS)] == [1, 2, 2]
     assert [job.losses("found", rank) for rank in range(RANKS)] == right

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ripstop.logs.console import RESERVED_BYTES, Console, Prefixer, _Copier, _LogFile
+from ripstop.logs.console import MAX_READ_BYTES, RESERVED_BYTES, Console, Prefixer, _Copier, _LogFile
 from ripstop.logs.directory import KeptRoundLogs, LogDirectory, RoundLogs, directory_name
 from ripstop.model.config import Logs, OutputStreams, StreamMap
 from ripstop.model.errors import StartError, UsageError
@@ -490,6 +490,22 @@ def test_a_partial_line_is_copied_when_its_worker_has_ended(
     asyncio.run(finish(console, path))
     terminal.hang_up()
     assert reader.all() == b"line\nthe end"
+
+
+@pytest.mark.parametrize(
+    "output",
+    [(b"x" * 140_000 + b"\n") * 20, b"x" * (MAX_READ_BYTES - 44) + b"\n" + b"y" * 43, b"x" * (5 * MAX_READ_BYTES)],
+)
+def test_all_output_of_a_worker_that_has_ended_is_copied(
+    tmp_path: Path, console: Console, terminal: Terminal, output: bytes
+) -> None:
+    path, reader = tmp_path / "err.log", terminal.reader()
+    path.touch()
+    console.follow(path, terminal.into)
+    append(path, output)
+    asyncio.run(finish(console, path))
+    terminal.hang_up()
+    assert reader.all() == output
 
 
 def test_earlier_content_of_a_file_is_not_copied(tmp_path: Path, console: Console, terminal: Terminal) -> None:

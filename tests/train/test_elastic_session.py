@@ -3,9 +3,10 @@
 `tests/e2e/test_elastic.py` has real jobs.
 """
 
+import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -25,6 +26,20 @@ def no_round_is_over() -> Iterator[None]:
     interruption.enter_interruptible()
     interruption.leave_interruptible()
     interruption.entries = 0
+
+
+def test_the_exception_hooks_of_torch_do_not_pile_up_and_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin_and_end_round(hook: Callable[..., None] | None = None) -> None:
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        sys.excepthook = hook or sys.excepthook
+        forget_groups().clear()
+
+    monkeypatch.setattr(sys, "excepthook", before := sys.excepthook)
+    begin_and_end_round()
+    assert sys.excepthook is before
+    begin_and_end_round(own := lambda *_: None)
+    begin_and_end_round()
+    assert sys.excepthook is own
 
 
 def test_without_an_agent_the_function_is_called_once() -> None:

@@ -176,7 +176,7 @@ def test_random_states_continue(agent: Agent) -> None:
     assert draw() == right
 
 
-def test_a_process_rolls_back_to_its_final_commit(agent: Agent) -> None:
+def test_a_process_rolls_back_to_its_newest_commit(agent: Agent) -> None:
     model = network()
     optimizer = torch.optim.Adam(model.parameters())
     step(model, optimizer)

@@ -192,12 +192,12 @@ class _LogFile:
         self.fd = os.open(path, access | no_follow(path) | os.O_CLOEXEC | os.O_NONBLOCK)
         self.found_disk_full = False
         self.holds_partial_line = False  # at the end of the file, until the next look
-        self._position = os.fstat(self.fd).st_size  # only what is appended from now on is copied
+        self.position = os.fstat(self.fd).st_size  # only what is appended from now on is copied
         self._prefixer = prefixer
         self._filtered = filtered
         self._keep_end_only = keep_end_only
-        self._freed_until = self._position
-        self._reserved_until = self._position + RESERVED_BYTES if reserve_space else None
+        self._freed_until = self.position
+        self._reserved_until = self.position + RESERVED_BYTES if reserve_space else None
 
     def unread(self) -> int:
         """Bytes after the position.  A truncated file (logrotate) is read again, and its reserved space is free."""
@@ -205,11 +205,11 @@ class _LogFile:
             size = os.fstat(self.fd).st_size
         except OSError:  # the file system was unmounted, or its server failed
             return 0
-        if size < self._position:
-            self._position = self._freed_until = 0
+        if size < self.position:
+            self.position = self._freed_until = 0
             if self._reserved_until is not None:
                 self._reserved_until = 0
-        return size - self._position
+        return size - self.position
 
     def next_output(self) -> tuple[bytes, bool]:
         """What to write to the console, and whether there was anything to read."""
@@ -217,9 +217,9 @@ class _LogFile:
         was_read = bool(data)
         if self._prefixer is None:
             data = self._without_partial_line(data)
-        if self._keep_end_only and self._position - self._freed_until > 2 * _MIN_KEPT_BYTES:
-            self._freed_until = free_disk_space(self.fd, self._freed_until, self._position - _MIN_KEPT_BYTES)
-        if self._reserved_until is not None and self._position + RESERVED_BYTES // 2 > self._reserved_until:
+        if self._keep_end_only and self.position - self._freed_until > 2 * _MIN_KEPT_BYTES:
+            self._freed_until = free_disk_space(self.fd, self._freed_until, self.position - _MIN_KEPT_BYTES)
+        if self._reserved_until is not None and self.position + RESERVED_BYTES // 2 > self._reserved_until:
             self._reserved_until = self._reserve()
         if self._filtered:
             self._filtered.feed(data)
@@ -231,29 +231,29 @@ class _LogFile:
         if not end and (is_full or self.holds_partial_line):
             end = len(data)
         self.holds_partial_line = end < len(data) and not is_full
-        self._position -= len(data) - end
+        self.position -= len(data) - end
         return data[:end]
 
     def _read(self) -> bytes:
         """The next bytes, at most `MAX_READ_BYTES`; empty at the end of the file."""
         try:
-            data = os.pread(self.fd, MAX_READ_BYTES, self._position)
+            data = os.pread(self.fd, MAX_READ_BYTES, self.position)
             if not data and (unread := self.unread()):
-                data = os.pread(self.fd, min(unread, MAX_READ_BYTES), self._position)
+                data = os.pread(self.fd, min(unread, MAX_READ_BYTES), self.position)
         except OSError:
             return b""
-        self._position += len(data)
+        self.position += len(data)
         return data
 
     def _reserve(self) -> int:
         """Reserve disk space after the end of the file; return the position up to which there is space."""
-        start = self._position + self.unread()
+        start = self.position + self.unread()
         end = start + RESERVED_BYTES
         if reserve_disk_space(self.fd, start, end):
             return end
         self.found_disk_full = True
-        self._freed_until = free_disk_space(self.fd, self._freed_until, self._position - _MIN_KEPT_BYTES_FULL_DISK)
-        return end if reserve_disk_space(self.fd, start, end) else self._position
+        self._freed_until = free_disk_space(self.fd, self._freed_until, self.position - _MIN_KEPT_BYTES_FULL_DISK)
+        return end if reserve_disk_space(self.fd, start, end) else self.position
 
     def end(self) -> bytes:
         """What to write to the console after all output was read."""
@@ -396,6 +396,7 @@ class _Copier:
 
     def _copy(self, file: _LogFile, limit: int) -> None:
         while limit > 0:
+            began = file.position
             output, was_read = file.next_output()
             if not was_read:
                 return
@@ -405,7 +406,7 @@ class _Copier:
             self._write_lines(output)
             if file.holds_partial_line:
                 break
-            limit -= MAX_READ_BYTES
+            limit -= max(1, file.position - began)  # a truncated file begins again
         self._unread.add(file.fd)
 
     def _write_lines(self, data: bytes) -> None:

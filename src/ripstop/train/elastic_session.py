@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -82,7 +81,6 @@ class _Session:
         self._abort: Any = None
         self._thread: threading.Thread | None = None
         self._group_destroyer: threading.Thread | None = None  # of the last round's groups
-        self._excepthook = sys.excepthook
 
     def __enter__(self) -> "_Session":
         if (memory := _connect_session()) is not None:
@@ -111,7 +109,6 @@ class _Session:
             interruption.enter_interruptible()
             if message is not None:
                 groups = forget_groups()
-                sys.excepthook = self._excepthook  # each `init_process_group` wraps the one before it
                 gc.collect()  # a DDP wrapper has hooks on the parameters until it is collected
                 os.environ.update(message["env"])
                 reports.start_round()

@@ -20,6 +20,7 @@ import os
 import re
 import socket
 import stat
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -95,7 +96,17 @@ def forget_groups() -> list[Any]:
         table.clear()  # of an `init_process_group` that has failed half-way, too
     c10d._unregister_all_process_groups()
     world.group_count = 0  # groups have numbers, which must be the same on new workers
+    while (hook := _wrapped_excepthook(sys.excepthook)) is not None:
+        sys.excepthook = hook
     return groups
+
+
+def _wrapped_excepthook(hook: Any) -> Any:
+    """The hook that was there before `init_process_group` put its own around it; None if this is not torch's."""
+    if getattr(hook, "__module__", "") != distributed.distributed_c10d.__name__ or hook.__closure__ is None:
+        return None
+    cell = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True)).get("old_hook")
+    return cell.cell_contents if cell is not None else None
 
 
 def _nccl_backend(group: Any) -> Any:

@@ -94,8 +94,8 @@ class State:
         self._restores = 0
         self._calls = 0  # of commit, since the restore
         self._next_call: int | None = 1  # that commits; None: to be read from rank 0
-        self._final_commit = (0, 0.0)  # call and time
-        self._last: FinalCommit | None = None  # of the round
+        self._newest_call = (0, 0.0)  # that made a commit, and its time
+        self._final_commit: FinalCommit | None = None  # of the round
 
     def __getattr__(self, key: str) -> Any:
         try:
@@ -137,7 +137,7 @@ class State:
             self._start_round()
         self._restores += 1
         self._restored_from = None
-        self._calls, self._next_call, self._final_commit = 0, 1, (0, 0.0)
+        self._calls, self._next_call, self._newest_call = 0, 1, (0, 0.0)
         self._commits, self._newest, self._is_on_disk = 0, None, False
         if not self._connect():
             interruption.oppose_interruption(f"state {self._name!r} is not kept")
@@ -170,7 +170,7 @@ class State:
         topic = f"saves {self._restores}"
         self._saves = Saves(self._name, topic, self._rank, self._memory, self._store, restoring.disk.interval)
         worker, restores = self._worker, self._restores
-        self._last = FinalCommit(
+        self._final_commit = FinalCommit(
             self._name, worker.round, self._store, self._memory, self._rank, self._world_size, restores
         )
         topic = f"compare {self._restores}"
@@ -276,19 +276,19 @@ class State:
 
     def _is_last(self) -> bool:
         """Whether this call makes the final commit of the round, because a node leaves."""
-        if self._memory is None or self._last is None:
+        if self._memory is None or self._final_commit is None:
             return False
         try:
-            return self._last.is_now()
+            return self._final_commit.is_now()
         except (AgentError, RuntimeError):  # the agent or the store is gone: training goes on without a final commit
             return False
 
     def _wait_for_end(self) -> None:
         """After the final commit; if other States have to make theirs, it returns at once."""
-        assert self._last is not None and self._newest is not None
+        assert self._final_commit is not None and self._newest is not None
         reports.send_last_step()
         try:
-            self._last.made(self._newest[1], NO_SLOT if self._is_on_disk else self._slots[-1])
+            self._final_commit.made(self._newest[1], NO_SLOT if self._is_on_disk else self._slots[-1])
         except AgentError as error:
             log.warning("state %r: the agent does not end the round: %s", self._name, error)
 
@@ -446,11 +446,11 @@ class State:
             return False
         topic = f"interval {self._restores}"
         if self._next_call is None:
-            self._next_call = self._store.get(f"{topic} after {self._final_commit[0]}")
+            self._next_call = self._store.get(f"{topic} after {self._newest_call[0]}")
         if self._calls < self._next_call:
             return False
-        (call, then), now = self._final_commit, time.monotonic()
-        self._final_commit = self._calls, now
+        (call, then), now = self._newest_call, time.monotonic()
+        self._newest_call = self._calls, now
         if self._rank > 0:
             self._next_call = None
         else:

@@ -2,7 +2,8 @@
 entry of the function, and "step loss" with exact losses after each step.
 
 $FAULTS="rank:when:what,…", each once: after the step of this number, `kill` before its commit, `after` it, `stop`
-(SIGSTOP) or `raise`; or, in the round after so many restarts, kill while `forming` its groups or `restoring` its state.
+(SIGSTOP), `raise`, or `follow`: kill when the fault before it in the list has happened; or, in the round after so many
+restarts, kill while `forming` its groups or `restoring` its state.
 $FSDP: the model is sharded.  $STEPS, $HOLD="step:ranks": a round of so many ranks waits there until it is over.
 """
 
@@ -34,6 +35,8 @@ def is_due(when: int, *kinds: str) -> str:
             if moment[1] == "after":
                 dist.barrier()  # every rank has this commit
             if rank == os.environ["RANK"]:
+                while moment[1] == "follow" and not os.path.exists(f"{LOSSES}.fault{number - 1}"):
+                    time.sleep(0.01)
                 try:
                     os.close(os.open(f"{LOSSES}.fault{number}", os.O_CREAT | os.O_EXCL))
                 except FileExistsError:
@@ -101,7 +104,7 @@ def main() -> None:
             state.optimizer.step()
             state.step += 1
             losses.write(f"{state.step} {loss.item().hex()}\n")
-            inject(state.step, "kill", "stop", "raise")
+            inject(state.step, "kill", "stop", "raise", "follow")
             state.commit()
             inject(state.step, "after")
             if os.environ.get("HOLD") == f"{state.step}:{ranks}":

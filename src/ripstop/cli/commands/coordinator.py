@@ -4,11 +4,11 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ripstop.cli.options.certificates import certificates, no_secret_warning
 from ripstop.cli.options.flags import Flag, parse
 from ripstop.cli.options.job import JOB_FLAGS, budget
 from ripstop.cli.options.monitoring import allow_chaos, notify_url, stragglers
 from ripstop.cli.options.output import own_log
-from ripstop.cli.options.rendezvous import certificates, no_secret_warning
 from ripstop.cli.options.tracing import tracing
 from ripstop.model import parsers, rendezvous_conf
 from ripstop.model.config import COORDINATOR_PORT, CoordinatorConfig, Timing

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from msgspec.structs import asdict
 
+from ripstop.cli.options.certificates import certificates, no_secret_warning
 from ripstop.cli.options.devices import bindings, note_omp_threads, virtual_local_rank, workers_per_node
 from ripstop.cli.options.flags import Flag, ParsedArguments, note_unused_flags, parse
 from ripstop.cli.options.job import JOB_FLAGS, budget
@@ -34,10 +35,8 @@ from ripstop.cli.options.program import (
     start_method,
 )
 from ripstop.cli.options.rendezvous import (
-    certificates,
+    BACKENDS,
     handler_options,
-    no_secret_warning,
-    rendezvous_handler,
     rendezvous_options,
     target_nodes,
     with_ranking,
@@ -51,6 +50,7 @@ from ripstop.model.config import (
     STOP_SIGNALS,
     Backend,
     Etcd,
+    Handler,
     Numa,
     RunConfig,
     StandbyUntil,
@@ -296,7 +296,7 @@ def _run_config(args: ParsedArguments, environ: Mapping[str, str], registered: C
     slots = workers_per_node(args, environ)
     note_omp_threads(environ, slots, notes)
     conf_name = args.label("--rdzv-conf")
-    handler = rendezvous_handler(args, registered)
+    handler = _rendezvous_handler(args, registered)
     conf = parsers.key_values(conf_name, args.text("--rdzv-conf")) if handler is None else {}
     min_nodes, max_nodes = parsers.node_range(*args.labelled("--nnodes", "1"))
     if handler is None:
@@ -377,6 +377,19 @@ def _run_config(args: ParsedArguments, environ: Mapping[str, str], registered: C
         linger="--linger" in args,
         notes=(*notes, *timeout_notes, *token_notes),
     )
+
+
+def _rendezvous_handler(args: ParsedArguments, registered: Collection[str]) -> Handler | None:
+    """The other package's rendezvous handler that --rdzv-backend names, if any.  Its settings are passed on unread."""
+    name = args.text("--rdzv-backend", "static")
+    if name in BACKENDS or "--standalone" in args:
+        return None
+    from importlib.metadata import entry_points
+
+    if name not in registered and name not in entry_points(group="torchrun.handlers").names:
+        return None
+    conf = parsers.key_values(*args.labelled("--rdzv-conf"))
+    return Handler(name, args.text("--rdzv-endpoint"), tuple(conf.items()))
 
 
 def _continue_with_handler(argv: Sequence[str]) -> int:

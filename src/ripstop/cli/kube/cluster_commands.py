@@ -155,8 +155,7 @@ def status(args: ParsedArguments, names: Sequence[str]) -> int:
     here, server = _connect(args)
     if not names:
         jobs = server.list(jobs_path(here))
-        rows = [_job_row(job) for job in jobs]
-        print(json.dumps(jobs, indent=2) if "--json" in args else format_table(rows, JOB_COLUMNS))
+        print(json.dumps(jobs, indent=2) if "--json" in args else format_table([*map(_job_row, jobs)], JOB_COLUMNS))
         return 0
     name = names[0]
     job = _get_job(server, here, name)

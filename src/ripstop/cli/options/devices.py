@@ -7,8 +7,6 @@ from ripstop.cli.options.flags import ParsedArguments
 from ripstop.model.config import MAX_SLOTS, Binding, Numa
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import integer
-from ripstop.system.gpus import visible_gpu_count
-from ripstop.system.linux import usable_cpu_count
 
 
 def note_omp_threads(environ: Mapping[str, str], slots: int, notes: list[str]) -> None:
@@ -23,6 +21,9 @@ def workers_per_node(args: ParsedArguments, environ: Mapping[str, str]) -> int:
         if text == "xpu":
             raise UsageError(f"{name}=xpu: ripstop cannot count XPUs in this version; give their number")
         return integer(name, text, minimum=1, maximum=MAX_SLOTS, remedy="give a number above 0, or auto, gpu or cpu")
+    from ripstop.system.gpus import visible_gpu_count  # --help needs neither
+    from ripstop.system.linux import usable_cpu_count
+
     found = 0 if text == "cpu" else visible_gpu_count(environ)
     if text == "gpu" and not found:
         visible = environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,4 +1,4 @@
-"""The flags about the rendezvous: where a job's nodes meet, this node's identity, and certificates.  Pure.
+"""The flags about the rendezvous: where a job's nodes meet, and this node's identity.  Pure.
 
 A single node needs no rendezvous: its coordinator runs in its own process (`LOCAL`) with any backend, unless it has an
 endpoint that other nodes can connect to.  With etcd, the nodes elect the host of the coordinator.  Flags that a choice
@@ -6,16 +6,16 @@ leaves without effect are named in the notes.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ripstop.cli.options.flags import ParsedArguments, note_unused_flags
-from ripstop.model.config import COORDINATOR_PORT, ETCD_PORT, MASTER_PORT, MAX_NODES, Backend, Handler, Tls
+from ripstop.model.config import COORDINATOR_PORT, ETCD_PORT, MASTER_PORT, MAX_NODES, Backend
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import address, boolean, host, identifier, integer, key_values, port
-from ripstop.model.rendezvous_conf import rank_by, target, tls
+from ripstop.model.parsers import address, boolean, host, identifier, integer, port
+from ripstop.model.rendezvous_conf import rank_by, target
 from ripstop.model.round import Address, RankBy
 
 BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
@@ -92,19 +92,6 @@ def _of_backend(args: ParsedArguments, min_nodes: int, max_nodes: int, notes: li
         f"{args.label('--rdzv-backend')}={backend}: unknown backend; write c10d, etcd, static or slurm, or install the "
         "package that provides it as an entry point torchrun.handlers"
     )
-
-
-def rendezvous_handler(args: ParsedArguments, registered: Collection[str]) -> Handler | None:
-    """The other package's rendezvous handler that --rdzv-backend names, if any.  Its settings are passed on unread."""
-    name = args.text("--rdzv-backend", "static")
-    if name in BACKENDS or "--standalone" in args:
-        return None
-    from importlib.metadata import entry_points
-
-    if name not in registered and name not in entry_points(group="torchrun.handlers").names:
-        return None
-    conf = key_values(*args.labelled("--rdzv-conf"))
-    return Handler(name, args.text("--rdzv-endpoint"), tuple(conf.items()))
 
 
 def handler_options(args: ParsedArguments, notes: list[str]) -> RendezvousOptions:
@@ -263,24 +250,3 @@ def _node_rank(args: ParsedArguments, max_nodes: int) -> int | None:
         return None
     remedy = f"the ranks of {max_nodes} nodes are 0 to {max_nodes - 1}" if max_nodes > 1 else "a single node's is 0"
     return integer(*args.labelled("--node-rank"), minimum=0, maximum=max_nodes - 1, remedy=remedy)
-
-
-def certificates(name: str, conf: Mapping[str, str], notes: list[str]) -> Tls | None:
-    """The job's certificates, checked; `name` is the label of `--rdzv-conf`."""
-    found, tls_notes = tls(name, conf)
-    notes.extend(tls_notes)
-    if found is not None:
-        from ripstop.transport.tls import check_certificates  # ssl: only with TLS
-
-        check_certificates(name, found)
-    return found
-
-
-def no_secret_warning(endpoint: object, tls: Tls | None) -> list[str]:
-    """A warning that anyone can join the job; none if certificates are required."""
-    if tls is not None and tls.ca is not None:
-        return []
-    return [
-        f"no RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: anyone who can reach {endpoint} can join this job and end it; "
-        "set the same secret on all nodes (openssl rand -hex 32)"
-    ]

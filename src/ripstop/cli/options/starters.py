@@ -17,7 +17,6 @@ from ripstop.starters.aws_batch import read_aws_batch
 from ripstop.starters.mpi import is_open_mpi, read_mpi
 from ripstop.starters.slurm import is_step, nodes_without_step, read_slurm
 from ripstop.starters.start import Start
-from ripstop.system.gpus import visible_gpu_count
 
 STARTERS = {"slurm": read_slurm, "mpi": read_mpi, "aws-batch": read_aws_batch}
 RENDEZVOUS_FLAGS = (
@@ -94,6 +93,8 @@ def _workers(start: Start, environ: Mapping[str, str]) -> int:
     """One for each GPU that workers may use; one without GPUs."""
     if start.gpus is not None and "CUDA_VISIBLE_DEVICES" not in environ:
         return max(start.gpus, 1)
+    from ripstop.system.gpus import visible_gpu_count  # --help does not need it
+
     return visible_gpu_count(environ) or 1
 
 
