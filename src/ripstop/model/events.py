@@ -178,7 +178,7 @@ class Recovered(EventBase, frozen=True):
 
     The four phases are in seconds; a phase that was skipped is 0.  `detect`: from the fault until the agent noticed it.
     `decide`: until the agent received the coordinator's decision.  `stop`: until all old workers had exited.  `start`:
-    until the new workers ran.  If the node waited between `stop` and `start`, `decide` includes this wait.
+    until the new workers ran.  If the node waited between `stop` and `start`, this wait is added to `decide`.
     """
 
     round: Int64
@@ -254,9 +254,9 @@ class WorkerEvidence(EventBase, frozen=True):
     file of stacks, if they exist.
 
     If the round hangs, `hangs` is true, and `traceback` is the stack of the worker.  `sign` is the symptom; it is empty
-    if only other workers hang.  `seconds` is the time without progress.  `call` and `where` are the worker's position
-    in the code; `waits` says whether it waits there for other ranks.  `state` is the kernel's letter for the state of
-    the process.  `collectives` is the worker's position according to torch's flight recorder.
+    if only other workers hang.  `seconds` is the time without progress.  `call` is the function that the worker is in,
+    and `where` its file and line; `waits` says whether it waits there for other ranks.  `state` is the kernel's letter
+    for the state of the process.  `collectives` is the worker's position according to torch's flight recorder.
     """
 
     round: Int64

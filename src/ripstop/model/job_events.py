@@ -7,7 +7,7 @@ from ripstop.model.field_types import Int64
 class JobStarted(EventBase, frozen=True):
     """A coordinator began to lead the job.  `version` is its version of ripstop.
 
-    `coordinator_node` is the node that runs the coordinator; it is empty for a separate one.  If the coordinator is
+    `coordinator_node` is the node that runs the coordinator; it is empty for a separate process.  If the coordinator is
     elected (`is_elected`), the job does not depend on this node.
     """
 
@@ -151,7 +151,7 @@ class HangDiagnosed(EventBase, frozen=True):
 
 
 class StragglerDetected(EventBase, frozen=True):
-    """For `seconds`, the other ranks have waited for these ranks of a node.
+    """The other ranks wait for these ranks of a node; `seconds` is how long they have waited.
 
     A step takes `step_time` seconds.  It would take `median` seconds if these ranks were as fast as the median rank.
     """

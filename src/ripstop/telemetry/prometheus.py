@@ -127,7 +127,7 @@ GOODPUT_METRICS = (  # of the time Spent
     ),
 )
 NODE_METRICS = (  # of a NodeSample
-    Metric("ripstop_node_up", "gauge", "1 if the node replied in time for this page, else 0", ("node", "host")),
+    Metric("ripstop_node_up", "gauge", "1 if the node replied to the coordinator in time, else 0", ("node", "host")),
     Metric("ripstop_agent_cpu_seconds_total", "counter", "CPU time of the node's agent", _NODE, "cpu"),
     Metric("ripstop_agent_memory_bytes", "gauge", "Resident memory of the node's agent", _NODE, "memory"),
 )
