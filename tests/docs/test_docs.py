@@ -31,7 +31,7 @@ OTHERS = {
     *("--local-rank", "--use-env"),  # of torch.distributed.launch
     "--environment",  # of ripstop.compat
     *("--multi-gpu", "--num-processes", "--script"),  # of other people's launchers
-    *("--faults", "--json", "--launcher", "--only", "--runs", "--seconds"),  # of bench/
+    *("--faults", "--json", "--launcher", "--only", "--recoveries", "--runs", "--seconds"),  # of bench/
     *("--node-monitor-grace-period", "--validate"),  # of Kubernetes
     "--prefix",  # of etcdctl
     *(

@@ -86,7 +86,9 @@ class Pool:
         return str((await self.wait_for(events.StandbyDiscarded)).why)
 
     def pids(self) -> list[int]:
-        return sorted(p.pid for p in linux.children() if p.name == "ripstop-standby" and not p.dead)
+        """The standbys.  A child of a standby has its name too, until it executes its program."""
+        leaders = (p for p in linux.children() if p.session == p.pid and not p.dead)
+        return sorted(p.pid for p in leaders if p.name == "ripstop-standby")
 
     def spec(self, rank: int, **more: Any) -> ProcessSpec:
         out, err = self.directory / f"{rank}.out", self.directory / f"{rank}.err"

@@ -20,7 +20,8 @@ RANK = int(os.environ.get("RANK", "0"))
 STEPS = int(os.environ.get("STEPS", "12"))
 
 
-def kill(step: int, when: str) -> None:
+def kill(step: int, when: str) -> threading.Timer | None:
+    """Kill this process, or start the timer that does."""
     for number, spec in enumerate(filter(None, os.environ.get("KILLS", "").split(","))):
         rank, *moment = spec.split(":")
         if moment != [str(step), when]:
@@ -34,9 +35,11 @@ def kill(step: int, when: str) -> None:
         except FileExistsError:
             continue
         if when == "during":  # from another thread, while this one copies
-            threading.Timer(0.0005, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        else:
-            os.kill(os.getpid(), signal.SIGKILL)
+            timer = threading.Timer(0.0005, os.kill, (os.getpid(), signal.SIGKILL))
+            timer.start()
+            return timer
+        os.kill(os.getpid(), signal.SIGKILL)
+    return None
 
 
 def hold(step: int) -> None:
@@ -68,8 +71,10 @@ def main() -> None:
             losses.write(f"{state.step} {loss.item().hex()}\n")
             losses.flush()
             kill(state.step, "before")
-            kill(state.step, "during")
+            timer = kill(state.step, "during")
             state.commit(every=os.environ.get("EVERY"))
+            if timer:
+                timer.join()
             kill(state.step, "after")
             hold(state.step)
     dist.barrier()
