@@ -198,7 +198,7 @@ def test_a_wait_is_a_plain_line_now_and_then(job: Job) -> None:
 
 def test_a_pipe_at_stdout_means_plain_lines(job: Job) -> None:
     with terminal(job, f"{ripstop(*two_nodes(job, script(job, PRINTING)))} | cat", 80, 24) as screen:
-        screen.shows("waiting: 1 of (at least )?2 nodes")
+        screen.shows("1 of (at least )?2 nodes are ready, waiting for more")
         job.ripstop(*map(str, two_nodes(job, job.folder / "script.py")))
         screen.shows("exit code 0")
         assert not [line for line in screen.lines() if "waiting, " in line]

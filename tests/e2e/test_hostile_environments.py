@@ -81,7 +81,7 @@ def _our_code_runs(pid: int) -> bool | None:
 
 def test_an_agent_interrupted_while_it_waits_for_other_nodes_leaves(job: Job) -> None:
     agent = job.node(nnodes="2", script=Path(script(job, SLEEP)))
-    agent.wait_for_log("waiting: 1 of (at least )?2 nodes")
+    agent.wait_for_log("1 of (at least )?2 nodes are ready, waiting for more")
     agent.signal(signal.SIGINT)
     assert agent.wait() == 130
     assert "left: SIGINT" in agent.err

@@ -175,7 +175,7 @@ def test_a_job_below_its_minimum_waits_for_a_replacement(job: Job) -> None:
     first, second = two_nodes(job, nnodes="2")
     second.signal(signal.SIGKILL)
     second.wait()
-    first.wait_for_log("waiting: 1 of (at least )?2 nodes")
+    first.wait_for_log("1 of (at least )?2 nodes are ready, waiting for more")
     before = time.time()
     third = job.node(nnodes="2")
     job.steps(2, after=before)

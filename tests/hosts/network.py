@@ -174,7 +174,7 @@ class Cluster:
         self.job = job
         self.hosts = machines
         self.elected = bool(elector)
-        self._meeting = (
+        self._rendezvous_flags = (
             ("--rdzv-backend=etcd", f"--rdzv-endpoint={elector}")
             if elector
             else ("--rdzv-backend=c10d", f"--rdzv-endpoint={self._addresses(machines[:successors])}")
@@ -190,7 +190,7 @@ class Cluster:
         """Start this host's node, with one worker, exactly as a user would: no word about its own address."""
         return self.job.node(
             f"--rdzv-conf=lease={lease},last_call_timeout={last_call}{conf}",
-            *self._meeting,
+            *self._rendezvous_flags,
             *flags,
             nnodes=nnodes,
             wrap=host.namespace.enter,

@@ -100,7 +100,7 @@ def test_the_others_wait_for_the_coordinators_host_when_it_is_cut_off_for_long(t
     cut = now(three)
     for agent in agents[1:]:
         agent.wait_for_log("coordinator lost")
-    agents[0].wait_for_log("waiting: 1 of (at least )?2 nodes")
+    agents[0].wait_for_log("1 of (at least )?2 nodes are ready, waiting for more")
     first.heal()
     step = three.job.steps(3, after=cut)
     assert step["restart"] == 0
@@ -146,7 +146,7 @@ def test_a_replacement_of_a_dead_host_takes_the_vacated_rank(three: Cluster) -> 
     three.die(second)
     died = now(three)
     agents[1].wait()
-    agents[0].wait_for_log("waiting: 1 of (at least )?2 nodes")
+    agents[0].wait_for_log("1 of (at least )?2 nodes are ready, waiting for more")
     replacement = three.node(third, nnodes="2", lease=LEASE)
     after = three.ranks(2, after=died)
     assert after == {"host1": before["host1"], "host3": before["host2"]}

@@ -85,7 +85,7 @@ class Formation:
             self._quorum_since = None
             if now < gathering_since + join_timeout:
                 at_least = "at least " if least < self._settings.max_nodes else ""
-                return WaitForNodes(f"waiting: {ready} of {at_least}{least} nodes are ready ({reason})")
+                return WaitForNodes(f"{ready} of {at_least}{least} nodes are ready, waiting for more ({reason})")
             unhealthy = members.first_unhealthy()
             detail = f"; node {unhealthy} is {members.unfit_reason(unhealthy)}" if unhealthy else ""
             need = f"{least} nodes are needed and {ready} ready after {join_timeout:g} s{detail}"
