@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ripstop.cli.chaos.plan import Plan, PlannedFault, ScheduledFault, Target, find_target, make_schedule, parse_plan
+from ripstop.cli.chaos.plan import (
+    Plan,
+    PlannedFault,
+    ScheduledFault,
+    Target,
+    find_planned_target,
+    make_fault_schedule,
+    parse_plan,
+)
 from ripstop.model.errors import UsageError
 from ripstop.model.fault_injection import FaultKind
 
@@ -104,8 +112,8 @@ def test_a_bad_plan_is_one_line_with_the_value_and_the_remedy(text: str, error: 
 def test_a_schedule_depends_on_its_seed_alone_and_has_every_fault_equally_often(seed: int, count: int) -> None:
     specs = tuple(PlannedFault(kind) for kind in FaultKind)
     plan = Plan(specs, count, every=20.0)
-    schedule = make_schedule(plan, seed)
-    assert schedule == make_schedule(plan, seed)
+    schedule = make_fault_schedule(plan, seed)
+    assert schedule == make_fault_schedule(plan, seed)
     assert [fault.number for fault in schedule] == list(range(1, count + 1))
     gaps = [later.at - fault.at for fault, later in pairwise(schedule)]
     assert all(10.0 <= gap <= 30.0 for gap in (schedule[0].at, *gaps))
@@ -115,13 +123,13 @@ def test_a_schedule_depends_on_its_seed_alone_and_has_every_fault_equally_often(
 
 def test_another_seed_makes_another_schedule() -> None:
     plan = Plan(tuple(PlannedFault(kind) for kind in FaultKind), 10)
-    assert make_schedule(plan, 7) != make_schedule(plan, 8)
+    assert make_fault_schedule(plan, 7) != make_fault_schedule(plan, 8)
 
 
 def test_a_schedule_is_the_same_in_every_version() -> None:
     """Reports name a seed, which must mean the same later."""
     plan = Plan((PlannedFault(FaultKind.WORKER_KILL), PlannedFault(FaultKind.AGENT_STOP)), 3, every=10.0)
-    assert [(f.spec.kind.value, round(f.at, 3), round(f.draw, 3)) for f in make_schedule(plan, 7)] == [
+    assert [(f.spec.kind.value, round(f.at, 3), round(f.draw, 3)) for f in make_fault_schedule(plan, 7)] == [
         ("worker-kill", 11.509, 0.072),
         ("agent-stop", 21.868, 0.366),
         ("agent-stop", 27.243, 0.434),
@@ -136,7 +144,7 @@ NODES = [node("b", 2), node("a", 0), node("spare", -1)]
 
 
 def target(kind: FaultKind, draw: float = 0.0, nodes: list[Any] = NODES, **where: Any) -> Target:
-    return find_target(ScheduledFault(1, 1.0, PlannedFault(kind, **where), draw), nodes, coordinator="a")
+    return find_planned_target(ScheduledFault(1, 1.0, PlannedFault(kind, **where), draw), nodes, coordinator="a")
 
 
 @pytest.mark.parametrize(("draw", "expected"), [(0.0, Target("a", 0)), (0.5, Target("b", 2)), (0.999, Target("b", 3))])

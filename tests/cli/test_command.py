@@ -7,9 +7,9 @@ import pytest
 
 from ripstop.cli import JOB_COMMANDS, main
 from ripstop.cli.commands import kube, slurm
-from ripstop.cli.commands.completion import flags_to_complete
+from ripstop.cli.commands.completion import completion_flags
 from ripstop.cli.commands.run import HELP
-from ripstop.cli.help_text import fit_help
+from ripstop.cli.help_text import fit_help_text
 from ripstop.cli.options.flags import Flag
 from ripstop.protocol.secret import api_token
 
@@ -24,7 +24,7 @@ def python(*args: str) -> subprocess.CompletedProcess[str]:
 def test_reading_the_command_line_imports_nothing_heavy() -> None:
     code = "import sys; from ripstop.cli import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
     result = python("-c", code, "run", "--help")
-    assert result.stdout == fit_help(HELP, 80)
+    assert result.stdout == fit_help_text(HELP, 80)
     assert set(result.stderr.split()) & HEAVY == set()
 
 
@@ -61,7 +61,7 @@ def test_help_is_printed_on_stdout_with_exit_code_0(
     assert capsys.readouterr().out.startswith(beginning)
 
 
-@pytest.mark.parametrize(("command", "flags"), flags_to_complete().items())
+@pytest.mark.parametrize(("command", "flags"), completion_flags().items())
 def test_a_commands_help_has_every_flag_an_example_and_the_exit_codes_in_80_columns(
     command: str, flags: tuple[Flag, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ripstop.cli import COMMANDS, main
-from ripstop.cli.commands.completion import SHELLS, flags_to_complete, script
+from ripstop.cli.commands.completion import SHELLS, completion_flags, completion_script
 
 BIN = str(Path(sys.executable).parent)
 BASH = """
@@ -95,8 +95,8 @@ def test_zsh_completes(line: str, found: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SHELLS)
 def test_every_flag_is_known_to_every_shell(name: str) -> None:
-    text = script(name)
-    flags = {flag.name.removeprefix("--") for own in flags_to_complete().values() for flag in own}
+    text = completion_script(name)
+    flags = {flag.name.removeprefix("--") for own in completion_flags().values() for flag in own}
     assert [word for word in (*COMMANDS, *flags) if word not in text] == []
 
 

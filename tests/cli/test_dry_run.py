@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import fields
 
 from ripstop.cli import main
-from ripstop.cli.dry_run import describe
+from ripstop.cli.dry_run import describe_dry_run
 from ripstop.model.config import (
     Binding,
     Budget,
@@ -53,7 +53,7 @@ def test_nothing_is_started_or_written(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_every_setting_is_shown_and_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
     config = RunConfig(Script("train.py"), "job7", token="hush", notify_url="http://hush", bindings=BINDINGS)
-    output = describe(config, {})
+    output = describe_dry_run(config, {})
     shown = {line.split()[0] for line in output.splitlines() if line.startswith("  ")}
     for field in fields(RunConfig):
         parts = [f"{field.name}.{inner.name}" for inner in fields(PARTS[field.name])] if field.name in PARTS else []

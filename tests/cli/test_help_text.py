@@ -2,7 +2,7 @@
 
 import pytest
 
-from ripstop.cli.help_text import fit_help
+from ripstop.cli.help_text import fit_help_text
 
 TEXT = """\
 usage: ripstop sew [FLAGS]
@@ -22,7 +22,7 @@ flags
 
 
 def test_paragraphs_and_entries_are_filled_and_commands_are_kept() -> None:
-    assert fit_help(TEXT, 80).splitlines() == [
+    assert fit_help_text(TEXT, 80).splitlines() == [
         "usage: ripstop sew [FLAGS]",
         "",
         "Sews two pieces of cloth. The thread is strong, and the needle is long.",
@@ -40,6 +40,6 @@ def test_paragraphs_and_entries_are_filled_and_commands_are_kept() -> None:
 
 @pytest.mark.parametrize("columns", [0, 20, 61, 80, 100, 200, 10**6])
 def test_no_word_is_lost_at_any_width(columns: int) -> None:
-    fitted = fit_help(TEXT, columns)
+    fitted = fit_help_text(TEXT, columns)
     assert fitted.split() == TEXT.split()
     assert max(map(len, fitted.splitlines())) <= min(max(columns - 1, 60), 120)

@@ -10,9 +10,11 @@ import pytest
 
 from ripstop.cli import main
 from ripstop.cli.commands.kube import COMMANDS
-from ripstop.cli.kube.cluster_commands import describe_job, is_rolled_out, ripstop_command, waiting_reason
+from ripstop.cli.kube.cluster_commands import describe_cluster_job, ripstop_command_on_cluster
 from ripstop.cli.kube.job_objects import job_objects, parse_kube_arguments
+from ripstop.kubernetes.deploy import is_rolled_out
 from ripstop.kubernetes.manifests import Owner, pod
+from ripstop.kubernetes.pods import waiting_reason
 from ripstop.kubernetes.spec import Spec, read
 
 IMAGE = "--image=registry.example/train:7"
@@ -289,7 +291,7 @@ def test_a_job_is_described_with_its_pods_and_what_happened() -> None:
         {"metadata": {"name": "train-1"}, "spec": {}},
     ]
     events = [{"lastTimestamp": "2026-01-01T00:00:01Z", "reason": "Running", "message": "1 nodes"}]
-    assert describe_job(job, pods, events).splitlines() == [
+    assert describe_cluster_job(job, pods, events).splitlines() == [
         "NAME   PHASE    NODES  WANTED  ROUND  RESTARTS  GOODPUT",
         "train  Running  1      2       3      -         -",
         "Running since 2026-01-01T00:00:00Z: 1 nodes",
@@ -317,7 +319,7 @@ def test_a_job_is_described_with_its_pods_and_what_happened() -> None:
 )
 def test_stacks_calls_ripstop_as_the_pod_does(command: list[str], arguments: list[str], called: list[str]) -> None:
     container = {"name": "main", "command": command, "args": arguments}
-    assert ripstop_command({"spec": {"containers": [container]}}) == called
+    assert ripstop_command_on_cluster({"spec": {"containers": [container]}}) == called
 
 
 # install --------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from ripstop.cli.job_client import RunningJob
-from ripstop.cli.page_proxy import PageProxy, redirecting_file, require_local_host
+from ripstop.cli.page_proxy import PageProxy, redirecting_file, require_local_page_host
 from ripstop.model.round import Address
 
 REPLY_HEADERS = {"Set-Cookie": "a=b", "X-Other": "x", "Access-Control-Allow-Origin": "*", "Cache-Control": "no-store"}
@@ -62,7 +62,7 @@ async def serving() -> AsyncIterator[Server]:
     job.router.add_route("*", "/{path:.*}", server.answer)
     async with listening(job) as job_port:
         proxy = PageProxy(lambda: RunningJob("job", None, Address("127.0.0.1", job_port), "the-job-s-token", None))
-        app = web.Application(middlewares=[require_local_host])
+        app = web.Application(middlewares=[require_local_page_host])
         proxy.mount(app)
         server.token = proxy.token
         async with listening(app) as server.port:

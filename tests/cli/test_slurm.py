@@ -8,15 +8,15 @@ import pytest
 
 from ripstop.cli import main
 from ripstop.cli.commands.run import FLAGS as RUN_FLAGS
-from ripstop.cli.options.flags import parse
-from ripstop.cli.slurm.job_script import job_script, parse_slurm_arguments
+from ripstop.cli.options.flags import parse_flags
+from ripstop.cli.slurm.job_script import job_script, parse_job_script_arguments
 from ripstop.model.errors import UsageError
 
 SECRET = "export RIPSTOP_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')  # the job's secret, new in every run"
 
 
 def render(*argv: str) -> str:
-    return job_script(parse_slurm_arguments(argv))
+    return job_script(parse_job_script_arguments(argv))
 
 
 def test_a_torchrun_line_is_a_readable_job_script() -> None:
@@ -87,10 +87,10 @@ def test_the_secret_of_a_script_is_made_by_the_shell_and_differs_in_every_run() 
     ],
 )
 def test_ripstop_run_in_the_script_gets_the_same_program(line: str, name: str) -> None:
-    given = parse_slurm_arguments(line.split())
+    given = parse_job_script_arguments(line.split())
     script = job_script(given)
     _, _, command = script.replace("\\\n", "").rpartition("ripstop run ")
-    assert parse(RUN_FLAGS, shlex.split(command), {}).program == given.program
+    assert parse_flags(RUN_FLAGS, shlex.split(command), {}).program == given.program
     assert f"#SBATCH --job-name={name}\n" in script
 
 

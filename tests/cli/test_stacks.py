@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ripstop.cli.commands.stacks import render
+from ripstop.cli.commands.stacks import render_stacks
 
 
 def stack(rank: int, **more: Any) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def progress(entered: int, pending: int) -> dict[str, Any]:
 
 def test_stacks_are_shown_with_the_collectives_that_workers_are_in() -> None:
     stacks = [stack(1, standings=[progress(3, 0)]), stack(0, standings=[progress(4, 4)])]
-    assert render({"stacks": stacks, "unanswered": []}) == [
+    assert render_stacks({"stacks": stacks, "unanswered": []}) == [
         "rank 0 on a pid=70 state=S source=py-spy",
         "  thread Main",
         "  flight recorder: in all_reduce #4",
@@ -37,7 +37,7 @@ def test_stacks_are_shown_with_the_collectives_that_workers_are_in() -> None:
 def test_the_reason_for_missing_recorders_is_shown_once_for_all_ranks() -> None:
     none = "none: the worker was not forked with torch loaded"
     stacks = [stack(2, recorder=none), stack(1, recorder="none: the worker did not answer"), stack(0, recorder=none)]
-    shown = render({"stacks": stacks, "unanswered": [{"node": "b", "why": "gone"}]})
+    shown = render_stacks({"stacks": stacks, "unanswered": [{"node": "b", "why": "gone"}]})
     assert shown[-3:] == [
         f"flight recorder of ranks 0,2: {none}",
         "flight recorder of rank 1: none: the worker did not answer",
@@ -47,7 +47,7 @@ def test_the_reason_for_missing_recorders_is_shown_once_for_all_ranks() -> None:
 
 
 def test_nothing_is_shown_for_workers_without_a_recorder() -> None:
-    assert render({"stacks": [stack(0)], "unanswered": []}) == [
+    assert render_stacks({"stacks": [stack(0)], "unanswered": []}) == [
         "rank 0 on a pid=70 state=S source=py-spy",
         "  thread Main",
     ]

@@ -8,7 +8,7 @@ import pytest
 
 from ripstop.cli import main
 from ripstop.cli.commands.run import configure_run
-from ripstop.cli.dry_run import describe
+from ripstop.cli.dry_run import describe_dry_run
 from ripstop.model.config import STOP_SIGNALS, Backend, RunConfig, UserKey
 from ripstop.model.errors import UsageError
 from ripstop.model.round import Address, RankBy
@@ -155,12 +155,12 @@ def test_a_requeued_job_goes_on_counting_restarts(read: Read) -> None:
     environ = srun(1, SLURM_RESTART_COUNT="2")
     config = read("train.py", environ)
     assert config.earlier_restarts == 2
-    assert "TORCHELASTIC_RESTART_COUNT=2" in describe(config, environ)
+    assert "TORCHELASTIC_RESTART_COUNT=2" in describe_dry_run(config, environ)
 
 
 def test_a_dry_run_neither_reads_nor_creates_the_key(read: Read, tmp_path: Path) -> None:
     environ = srun(0, HOME=str(tmp_path))
-    assert "key" in describe(read("train.py", environ), environ)
+    assert "key" in describe_dry_run(read("train.py", environ), environ)
     assert [file.name for file in tmp_path.iterdir()] == ["train.py"]
 
 

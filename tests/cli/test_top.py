@@ -10,9 +10,18 @@ from hypothesis import strategies as st
 
 import ripstop.api.page_files
 from ripstop.cli import main
-from ripstop.cli.top import job_view, screen
-from ripstop.cli.top.job_view import JobView, Level, RankState, verdict, view
-from ripstop.cli.top.screen import Selection
+from ripstop.cli.top import screen
+from ripstop.cli.top.job_view import (
+    SILENT_S,
+    SILENT_STEPS,
+    STRAGGLER,
+    JobView,
+    Level,
+    RankState,
+    job_view,
+    job_view_verdict,
+)
+from ripstop.cli.top.screen import Selection, overview_screen, screen_rows, text_screen
 
 
 def status(nodes: int = 2, slots: int = 4, **more: Any) -> dict[str, Any]:
@@ -53,14 +62,14 @@ def test_ranks_are_silent_stragglers_failed_or_starting() -> None:
     columns = {"age": [0.1, 0.1, 60.0, *[0.1] * 5], "step_time": [0.2, 0.4, *[0.2] * 6]}
     job = status()
     job["nodes"][1]["pids"] = [104, 105, 106]
-    found = view(job, usage(**columns), {4: RankState.FAILED})
+    found = job_view(job, usage(**columns), {4: RankState.FAILED})
     states = {rank.rank: rank.state for rank in found.ranks if rank.state is not RankState.RUNNING}
     assert states == {1: "straggler", 2: "silent", 4: "failed", 7: "starting"}
-    assert verdict(found) == (Level.BAD, "rank 4: failed; rank 2: silent; rank 1: straggler")
+    assert job_view_verdict(found) == (Level.BAD, "rank 4: failed; rank 2: silent; rank 1: straggler")
 
 
 def test_usage_of_another_round_is_not_shown() -> None:
-    found = view(status(round=2), usage(), {})
+    found = job_view(status(round=2), usage(), {})
     assert found.median is None and all(rank.step is None for rank in found.ranks)
 
 
@@ -73,29 +82,29 @@ def test_usage_of_another_round_is_not_shown() -> None:
     ],
 )
 def test_the_verdict_is_one_line(changes: dict[str, Any], level: Level, text: str) -> None:
-    assert verdict(view(status(**changes), usage(), {})) == (level, text)
+    assert job_view_verdict(job_view(status(**changes), usage(), {})) == (level, text)
 
 
 def test_a_lost_connection_and_the_end_are_verdicts() -> None:
-    assert verdict(view(status(), None, {}, problem="refused")) == (Level.BAD, "no connection: refused")
-    assert verdict(view(status(), None, {}, problem="x", outcome="succeeded: all done"))[0] is Level.OK
+    assert job_view_verdict(job_view(status(), None, {}, problem="refused")) == (Level.BAD, "no connection: refused")
+    assert job_view_verdict(job_view(status(), None, {}, problem="x", outcome="succeeded: all done"))[0] is Level.OK
 
 
 def test_the_rules_are_those_of_the_page() -> None:
     source = (Path(ripstop.api.page_files.__file__).parent / "page" / "model.js").read_text()
     numbers = dict(re.findall(r"const (SILENT_S|SILENT_STEPS|STRAGGLER) = ([\d.]+)", source))
     assert {name: float(value) for name, value in numbers.items()} == {
-        "SILENT_S": job_view.SILENT_S,
-        "SILENT_STEPS": job_view.SILENT_STEPS,
-        "STRAGGLER": job_view.STRAGGLER,
+        "SILENT_S": SILENT_S,
+        "SILENT_STEPS": SILENT_STEPS,
+        "STRAGGLER": STRAGGLER,
     }
 
 
 def test_ranks_are_sorted_and_filtered() -> None:
-    job = view(status(), usage(step_time=[0.2] * 7 + [0.9], memory=[1, 9, *[2] * 6]), {})
+    job = job_view(status(), usage(step_time=[0.2] * 7 + [0.9], memory=[1, 9, *[2] * 6]), {})
 
     def ranks(**chosen: str) -> list[int]:
-        return [rank.rank for rank in screen.rows(job, Selection(**chosen))]
+        return [rank.rank for rank in screen_rows(job, Selection(**chosen))]
 
     assert ranks(sort="step time")[0] == 7
     assert ranks(sort="memory")[0] == 1
@@ -106,8 +115,8 @@ def test_ranks_are_sorted_and_filtered() -> None:
 
 def test_the_overview_of_a_small_terminal_has_everything() -> None:
     events = tuple(f"12:00:0{n}.000 gpu0: event {n}" for n in range(9))
-    job = view(status(), usage(step_time=[0.2] * 7 + [0.9]), {}, events=events, rounds=("    1  first round",))
-    text = text_of(screen.overview(job, Selection(), 80, 24))
+    job = job_view(status(), usage(step_time=[0.2] * 7 + [0.9]), {}, events=events, rounds=("    1  first round",))
+    text = text_of(overview_screen(job, Selection(), 80, 24))
     for part in ("round 1", "goodput 93%", "5 steps/s", "checkpoint 10 s ago", "2 of 3 restarts left"):
         assert part in text
     assert "■■■■ ■■■s" in text
@@ -126,8 +135,8 @@ def test_the_overview_of_a_small_terminal_has_everything() -> None:
 def test_a_screen_has_exactly_the_size_of_the_terminal(
     nodes: int, slots: int, width: int, height: int, chosen: Selection, events: list[str]
 ) -> None:
-    job: JobView = view(status(nodes, slots), usage(nodes * slots), {}, events=tuple(events), rounds=tuple(events))
-    for lines in (screen.overview(job, chosen, width, height), screen.text_view("log", events, None, width, height)):
+    job: JobView = job_view(status(nodes, slots), usage(nodes * slots), {}, events=tuple(events), rounds=tuple(events))
+    for lines in (overview_screen(job, chosen, width, height), text_screen("log", events, None, width, height)):
         assert len(lines) == height
         assert all(sum(len(text) for text, _ in line) <= width for line in lines)
 

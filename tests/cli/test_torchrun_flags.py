@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ripstop.cli.commands.run import FLAGS, configure_run
-from ripstop.cli.options.flags import parse
+from ripstop.cli.options.flags import parse_flags
 from ripstop.model.config import Module, Numa, RunConfig, Script
 
 torchrun = pytest.importorskip("torch.distributed.run")
@@ -53,7 +53,7 @@ def test_every_flag_of_torchrun_is_known_in_each_spelling_and_takes_a_value_wher
         for option in action.option_strings:
             takes_value = action.nargs != 0
             arguments = [option, "1", "train.py"] if takes_value else [option, "train.py"]
-            assert parse(FLAGS, arguments, {}).program == ("train.py",), option
+            assert parse_flags(FLAGS, arguments, {}).program == ("train.py",), option
 
 
 def test_every_flag_has_torchruns_variable() -> None:
@@ -73,12 +73,12 @@ def test_a_beginning_that_means_one_flag_of_torchruns_means_the_same_here() -> N
             beginning = name[:end]
             if [other for other in torchs_names() if other.startswith(beginning)] == [name]:
                 arguments = [beginning, "1", "train.py"] if takes_value else [beginning, "train.py"]
-                argv = parse(FLAGS, arguments, {})
+                argv = parse_flags(FLAGS, arguments, {})
                 assert (list(argv.texts), argv.program) == ([name], ("train.py",)), beginning
 
 
 def test_a_beginning_that_only_our_own_flags_have_means_them() -> None:
-    argv = parse(FLAGS, ["--dry", "--node-l", "rack1", "--restart-b=1", "train.py"], {})
+    argv = parse_flags(FLAGS, ["--dry", "--node-l", "rack1", "--restart-b=1", "train.py"], {})
     assert set(argv.texts) == {"--dry-run", "--node-label", "--restart-backoff"}
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from ripstop.cli.commands.coordinator import configure_coordinator
 from ripstop.cli.commands.run import configure_run
-from ripstop.cli.dry_run import describe
+from ripstop.cli.dry_run import describe_dry_run
 from ripstop.model.config import Tracing
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -42,8 +42,8 @@ def test_an_endpoint_enables_traces_and_is_shown_without_secrets(environ: dict[s
 
 def test_secrets_are_not_part_of_the_configuration() -> None:
     config = configure_run([__file__], {**HERE, "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Basic%20s3cret"})
-    assert "http://here:4318" in describe(config, {})
-    assert "s3cret" not in describe(config, {}) + repr(config)
+    assert "http://here:4318" in describe_dry_run(config, {})
+    assert "s3cret" not in describe_dry_run(config, {}) + repr(config)
 
 
 def test_without_the_sdk_the_job_runs_and_a_note_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

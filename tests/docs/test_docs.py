@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.cli.commands.completion import flags_to_complete
+from ripstop.cli.commands.completion import completion_flags
 from ripstop.coordinator.phases import TRANSITIONS
 from ripstop.model.rendezvous_conf import ETCD_CONF, IGNORED_CONF, RDZV_CONF
 from tests.docs import crd_reference
@@ -149,7 +149,7 @@ def test_a_pages_commands_run(page: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_flag_that_a_page_names_exists(page: str) -> None:
     flag = r"(?<![\w-])--[a-z][a-z_-]*[a-z]"
-    known = {"--help", "--version", *(flag.name for flags in flags_to_complete().values() for flag in flags)}
+    known = {"--help", "--version", *(flag.name for flags in completion_flags().values() for flag in flags)}
     text = (DOCS / page).read_text(encoding="utf-8").replace("<!--", "").replace("-->", "")
     named = {name.replace("_", "-") for name in re.findall(flag, text)}
     assert named - known - OTHERS == set()
@@ -194,7 +194,7 @@ def test_the_page_on_rendezvous_has_every_key() -> None:
 
 def test_the_page_on_run_has_every_flag() -> None:
     page = (DOCS / "run.md").read_text(encoding="utf-8")
-    names = {flag.name for flag in flags_to_complete()["run"]} - {"--help"}
+    names = {flag.name for flag in completion_flags()["run"]} - {"--help"}
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []
 
 

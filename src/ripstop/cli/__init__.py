@@ -63,7 +63,8 @@ JOB_COMMANDS = {  # and their modules in `commands/`
     "report": "report",
     "compare": "report",
     "chaos": "chaos",
-    **dict.fromkeys(("restart", "drain", "scale", "stop", "token"), "control"),
+    **dict.fromkeys(("restart", "drain", "scale", "stop"), "control"),
+    "token": "token",
 }
 COMMANDS = ("run", "coordinator", *JOB_COMMANDS, "kube", "slurm", "completion", "version")
 SELF_NAMING = ("completion", "version")  # their error messages begin with the command's name
@@ -76,16 +77,16 @@ def main(argv: Sequence[str] | None = None, with_handler: Callable[..., int] | N
     """
     if argv is None:
         _open_missing_streams()
-        _restore_default_sigint()
+        _let_sigint_end_command()
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
-        return _dispatch(name, rest, with_handler)
+        return _dispatch_command(name, rest, with_handler)
     except HelpRequested as help:
         from shutil import get_terminal_size  # rarely needed
 
-        from ripstop.cli.help_text import fit_help
+        from ripstop.cli.help_text import fit_help_text
 
-        print(fit_help(str(help), get_terminal_size().columns), end="")
+        print(fit_help_text(str(help), get_terminal_size().columns), end="")
         return 0
     except RipstopError as error:
         from ripstop.model.text_formatting import one_line  # rarely needed
@@ -108,7 +109,7 @@ def _open_missing_streams() -> None:
             setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
 
 
-def _restore_default_sigint() -> None:
+def _let_sigint_end_command() -> None:
     """Let SIGINT end the process until the agent handles signals: Python may lose a KeyboardInterrupt before that."""
     import signal
 
@@ -116,7 +117,7 @@ def _restore_default_sigint() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _dispatch(name: str, rest: Sequence[str], with_handler: Callable[..., int] | None) -> int:
+def _dispatch_command(name: str, rest: Sequence[str], with_handler: Callable[..., int] | None) -> int:
     if sys.platform == "win32":
         raise UsageError("ripstop needs fork and POSIX signals, which Windows does not have; use Linux or WSL")
     if name in ("--help", "-h", "help"):
@@ -129,9 +130,9 @@ def _dispatch(name: str, rest: Sequence[str], with_handler: Callable[..., int] |
         return _print_version(rest)
     module = import_module(f"ripstop.cli.commands.{JOB_COMMANDS.get(name, name)}")
     if name in JOB_COMMANDS:
-        from ripstop.cli.job_client import run_command
+        from ripstop.cli.job_client import run_job_command
 
-        return run_command(name, module.COMMANDS[name], rest)
+        return run_job_command(name, module.COMMANDS[name], rest)
     code: int = module.main(rest, with_handler) if name == "run" else module.main(rest)
     return code
 

@@ -23,18 +23,20 @@ SET_BY_RENDEZVOUS = (
 )
 
 
-def describe(config: RunConfig, environ: Mapping[str, str]) -> str:
+def describe_dry_run(config: RunConfig, environ: Mapping[str, str]) -> str:
     lines = ["dry run: nothing is started", "", "configuration"]
     lines += [f"  {name:<24} {setting_text(value)}" for name, value in settings("", config)]
     for local_rank in range(config.slots):
         lines += ["", f"worker {local_rank}: the {len(environ)} variables of this shell, and"]
-        lines += [f"  {name}={value}" for name, value in sorted(_environment(config, environ, local_rank).items())]
-    if notes := [*config.notes, *_left_out(config)]:
+        lines += [
+            f"  {name}={value}" for name, value in sorted(_dry_run_environment(config, environ, local_rank).items())
+        ]
+    if notes := [*config.notes, *_dry_run_preload_notes(config)]:
         lines += ["", "notes", *(f"  {note}" for note in notes)]
     return "\n".join(lines) + "\n"
 
 
-def _left_out(config: RunConfig) -> Iterator[str]:
+def _dry_run_preload_notes(config: RunConfig) -> Iterator[str]:
     """What an earlier start has found unfit for preloading."""
     if config.preload is not None or config.start is not StartMethod.ZYGOTE or isinstance(config.entry, Executable):
         return
@@ -47,7 +49,7 @@ def _left_out(config: RunConfig) -> Iterator[str]:
         yield f"preload: {name} left out: {why}"
 
 
-def _environment(config: RunConfig, environ: Mapping[str, str], local_rank: int) -> dict[str, str]:
+def _dry_run_environment(config: RunConfig, environ: Mapping[str, str], local_rank: int) -> dict[str, str]:
     """The variables that this worker has in addition to the shell's, in a first round without other nodes."""
     address = Address(config.local_addr or "127.0.0.1", config.store_port)
     env = worker_environment(
@@ -57,7 +59,7 @@ def _environment(config: RunConfig, environ: Mapping[str, str], local_rank: int)
         run_id=config.run_id,
         role=config.role,
         max_restarts=config.budget.max_restarts,
-        error_file=_error_file(config, local_rank),
+        error_file=_dry_run_error_file(config, local_rank),
         earlier_restarts=config.earlier_restarts,
         signals=config.signals,
         virtual_local_rank=config.virtual_local_rank,
@@ -70,7 +72,7 @@ def _environment(config: RunConfig, environ: Mapping[str, str], local_rank: int)
     return {name: value for name, value in env.items() if environ.get(name) != value}
 
 
-def _error_file(config: RunConfig, local_rank: int) -> Path:
+def _dry_run_error_file(config: RunConfig, local_rank: int) -> Path:
     directory = config.logs.directory or Path("(a new directory)")
     rank = str(local_rank) if config.backend is Backend.LOCAL else "(rank)"
     return directory / directory_name(config.run_id) / "round_1" / rank / "error.json"

@@ -1,13 +1,17 @@
-"""The events of a running job, through its API: past ones, and new ones as they come."""
+"""The events of a running job, through its API: past ones, and new ones as they come; and their text."""
 
 import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import datetime
 from typing import Any
 
 from ripstop.cli.job_client import RunningJob
 from ripstop.model.errors import RipstopError
+from ripstop.model.event_json import from_json
+from ripstop.model.text_formatting import one_line
+from ripstop.telemetry.log_lines import log_line
 
 IDLE_TIMEOUT_S = 60.0  # the stream has a keepalive every 15 s
 NEXT_COORDINATOR_TIMEOUT_S = (
@@ -16,7 +20,7 @@ NEXT_COORDINATOR_TIMEOUT_S = (
 RETRY_S = 0.5
 
 
-def past_events(job: RunningJob, since: int) -> Iterator[dict[str, Any]]:
+def stream_past_events(job: RunningJob, since: int) -> Iterator[dict[str, Any]]:
     more = True
     while more:
         page = job.get("/events", since=since)
@@ -31,7 +35,11 @@ def follow_job_events(find_job: Callable[[], RunningJob], since: int) -> Iterato
     first coordinator.
     """
     job = find_job()
-    seen = {event_identity(event) for event in past_events(job, 0) if event["number"] <= since} if since else set()
+    seen = (
+        {streamed_event_identity(event) for event in stream_past_events(job, 0) if event["number"] <= since}
+        if since
+        else set()
+    )
     is_elected = is_over = False
     lost_at: float | None = None
     while not is_over:
@@ -41,7 +49,7 @@ def follow_job_events(find_job: Callable[[], RunningJob], since: int) -> Iterato
                 if not event["node"]:  # recorded by the coordinator
                     is_elected = event.get("is_elected", is_elected)
                     is_over = is_over or event["kind"] == "job_closed"
-                if (identity := event_identity(event)) not in seen:
+                if (identity := streamed_event_identity(event)) not in seen:
                     seen.add(identity)
                     yield event
             if not is_elected:
@@ -56,7 +64,7 @@ def follow_job_events(find_job: Callable[[], RunningJob], since: int) -> Iterato
                 job = find_job()
 
 
-def event_identity(event: dict[str, Any]) -> tuple[str, int, float]:
+def streamed_event_identity(event: dict[str, Any]) -> tuple[str, int, float]:
     return event["node"], event["seq"], event["at"]
 
 
@@ -65,3 +73,15 @@ def follow_events(job: RunningJob, since: int) -> Iterator[dict[str, Any]]:
     for line in job.stream_lines("/events", "text/event-stream", IDLE_TIMEOUT_S, since=since):
         if line.startswith("data: "):
             yield json.loads(line.removeprefix("data: "))
+
+
+def render_streamed_event(event: dict[str, Any]) -> str:
+    """One line, or "" if the text of another event covers this one.  An unknown kind is shown by its fields."""
+    entry = from_json(json.dumps(event))
+    if entry is not None:
+        text = log_line(entry.event)
+    else:
+        known = ("number", "v", "seq", "at", "node", "kind")
+        text = " ".join([event["kind"], *(f"{name}={value}" for name, value in event.items() if name not in known)])
+    time = datetime.fromtimestamp(event["at"]).strftime("%H:%M:%S.%f")[:-3]
+    return f"{event['number']:>5} {time} {event['node'] or 'coordinator'}: {one_line(text)}" if text else ""

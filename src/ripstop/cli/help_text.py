@@ -15,36 +15,36 @@ _ENTRY = re.compile(r"(  +\S+(?: \S+)*)   *(?=\S)")
 _USAGE = "usage: "
 
 
-def fit_help(text: str, columns: int) -> str:
+def fit_help_text(text: str, columns: int) -> str:
     width = min(max(columns - 1, MIN_WIDTH), MAX_WIDTH)  # some terminals wrap a line that fills the last column
-    return "".join(f"{line}\n" for line in _fitted_help(text.splitlines(), width))
+    return "".join(f"{line}\n" for line in _fitted_help_text(text.splitlines(), width))
 
 
-def _fitted_help(lines: Sequence[str], width: int) -> Iterator[str]:
+def _fitted_help_text(lines: Sequence[str], width: int) -> Iterator[str]:
     at = 0
     while at < len(lines):
         line = lines[at]
         at += 1
         if not line or line.startswith(_USAGE):
-            yield from _filled("", line.split(), width, len(_USAGE)) if line else [""]
+            yield from _filled_help_text("", line.split(), width, len(_USAGE)) if line else [""]
         elif not line.startswith(" "):
             words = line.split()
             while at < len(lines) and lines[at] and not lines[at].startswith(" "):
                 words += lines[at].split()
                 at += 1
-            yield from _filled("", words, width, 0)
+            yield from _filled_help_text("", words, width, 0)
         elif found := _ENTRY.match(line):
             column = found.end()
             words = line[column:].split()
             while at < len(lines) and lines[at].startswith(" " * column) and lines[at][column] != " ":
                 words += lines[at].split()
                 at += 1
-            yield from _filled(found[1], words, width, column if column <= width // 2 else TERM_WIDTH)
+            yield from _filled_help_text(found[1], words, width, column if column <= width // 2 else TERM_WIDTH)
         else:
             yield line
 
 
-def _filled(start: str, words: Sequence[str], width: int, column: int) -> Iterator[str]:
+def _filled_help_text(start: str, words: Sequence[str], width: int, column: int) -> Iterator[str]:
     """Lines of at most `width` characters: `start`, then words from `column` on."""
     line = start
     if start and len(start) + 2 > column:

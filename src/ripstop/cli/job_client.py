@@ -144,15 +144,15 @@ class RunningJob(Struct, frozen=True):
 
 def find_job(args: ParsedArguments, environ: Mapping[str, str]) -> RunningJob:
     if "--endpoint" in args:
-        return _at_endpoint(args, environ)
+        return _running_job_at_endpoint(args, environ)
     if "--rdzv-conf" in args:
         raise UsageError("--rdzv-conf needs --endpoint; add --endpoint=HOST:PORT, or remove --rdzv-conf")
     records = {record: directory for directory in socket_directories(environ) for record in job_records(directory)}
     record = _choose_job_record(list(records), args.text("--job"))
-    return _job_of_record(record, records[record])
+    return _running_job_of_record(record, records[record])
 
 
-def _at_endpoint(args: ParsedArguments, environ: Mapping[str, str]) -> RunningJob:
+def _running_job_at_endpoint(args: ParsedArguments, environ: Mapping[str, str]) -> RunningJob:
     texts = args.text("--endpoint").split(",")
     endpoints = [address("--endpoint", text, default_port=COORDINATOR_PORT) for text in texts]
     run_id = identifier("--job", args.text("--job", "none"))
@@ -165,11 +165,11 @@ def _at_endpoint(args: ParsedArguments, environ: Mapping[str, str]) -> RunningJo
         from ripstop.protocol.secret import api_token
 
         token = api_token(token, run_id)
-    context = _client_tls_context(certificates)
-    return _with_coordinator([RunningJob(run_id, None, endpoint, token, context) for endpoint in endpoints])
+    context = _job_client_tls_context(certificates)
+    return _running_job_with_coordinator([RunningJob(run_id, None, endpoint, token, context) for endpoint in endpoints])
 
 
-def _with_coordinator(addresses: list[RunningJob]) -> RunningJob:
+def _running_job_with_coordinator(addresses: list[RunningJob]) -> RunningJob:
     """The address of several at which the coordinator answers.  A single address is not asked."""
     problems: list[JobUnreachable | RequestRejected] = []
     for job in addresses if len(addresses) > 1 else ():
@@ -204,7 +204,7 @@ def _run_ids(records: list[JobRecord]) -> str:
     return ", ".join(dict.fromkeys(record.run_id for record in records))
 
 
-def _job_of_record(record: JobRecord, directory: Path) -> RunningJob:
+def _running_job_of_record(record: JobRecord, directory: Path) -> RunningJob:
     if record.socket:
         return RunningJob(record.run_id, directory / Path(record.socket).name, None, "", None)
     certificates = None
@@ -212,10 +212,10 @@ def _job_of_record(record: JobRecord, directory: Path) -> RunningJob:
         cert, key, ca = (Path(path) if path else None for path in (record.tls_cert, record.tls_key, record.tls_ca))
         certificates = Tls(cert, key, ca)
     endpoint = address("endpoint", record.endpoint, default_port=COORDINATOR_PORT)
-    return RunningJob(record.run_id, None, endpoint, record.token, _client_tls_context(certificates))
+    return RunningJob(record.run_id, None, endpoint, record.token, _job_client_tls_context(certificates))
 
 
-def _client_tls_context(certificates: Tls | None) -> ssl.SSLContext | None:
+def _job_client_tls_context(certificates: Tls | None) -> ssl.SSLContext | None:
     if certificates is None:
         return None
     from ripstop.transport.tls import check_certificates, client_context
@@ -240,6 +240,13 @@ class ParsedCommand(Struct, frozen=True):
     def find_job(self) -> RunningJob:
         return find_job(self.args, os.environ)
 
+    def is_job_running(self) -> bool:
+        """Whether the job can be found, and its workers run."""
+        try:
+            return bool(self.find_job().get("/status")["phase"] == "running")
+        except RipstopError:
+            return False
+
     def rank(self) -> int | None:
         """The argument RANK, None if it is absent."""
         return integer("RANK", self.positional[0], minimum=0, maximum=2**31) if self.positional else None
@@ -258,7 +265,7 @@ class JobCommand(Struct, frozen=True):
     max_positional: int = 0
 
 
-def run_command(name: str, command: JobCommand, argv: Sequence[str]) -> int:
+def run_job_command(name: str, command: JobCommand, argv: Sequence[str]) -> int:
     args, positional = parse_mixed(command.flags, argv)
     if "--help" in args:
         raise HelpRequested(command.help)

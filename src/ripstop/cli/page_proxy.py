@@ -78,7 +78,7 @@ class PageProxy:
             async with session.request(
                 request.method, request.rel_url, headers=headers, data=body or None, allow_redirects=False
             ) as reply:
-                return await _copy(reply, request)
+                return await _copy_proxied_reply(reply, request)
         except (RipstopError, aiohttp.ClientError, OSError, TimeoutError) as error:
             await self.close()  # rule 4
             return http_error_response(RequestRefused(503, f"the job cannot be reached: {error}; the page tries again"))
@@ -104,7 +104,7 @@ class PageProxy:
         return job, await stack.enter_async_context(session), stack
 
 
-async def _copy(reply: aiohttp.ClientResponse, request: web.Request) -> web.StreamResponse:
+async def _copy_proxied_reply(reply: aiohttp.ClientResponse, request: web.Request) -> web.StreamResponse:
     headers = {name: reply.headers[name] for name in FORWARDED_REPLY_HEADERS if name in reply.headers}
     response = web.StreamResponse(status=reply.status, headers=headers)
     await response.prepare(request)
@@ -116,7 +116,7 @@ async def _copy(reply: aiohttp.ClientResponse, request: web.Request) -> web.Stre
 
 
 @web.middleware
-async def require_local_host(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def require_local_page_host(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Rule 5."""
     host = request.headers.get("Host", "")
     if not re.fullmatch(LOCAL_HOST, host):
@@ -138,12 +138,12 @@ def redirecting_file(url: str) -> Iterator[Path]:
         directory.release()
 
 
-async def serve(
+async def serve_page_proxy(
     find_job: Callable[[], RunningJob], port: int, announce: Callable[[str], None], *, opens_browser: bool
 ) -> None:
     """Serve the page until SIGINT or SIGTERM; `announce` gets its address."""
     proxy = PageProxy(find_job)
-    app = web.Application(client_max_size=MAX_BODY, middlewares=[require_local_host])
+    app = web.Application(client_max_size=MAX_BODY, middlewares=[require_local_page_host])
     proxy.mount(app)
     runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.1)
     await runner.setup()

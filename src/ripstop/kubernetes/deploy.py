@@ -8,7 +8,7 @@ from typing import Any
 
 from ripstop.kubernetes import crd
 from ripstop.kubernetes.manifests import HOME, KEY, new_object
-from ripstop.kubernetes.spec import GROUP, PLURAL
+from ripstop.kubernetes.spec import GROUP, PLURAL, Json
 
 NAME = "ripstop-operator"
 IMAGE = "ripstop-operator:0.1.0"
@@ -109,6 +109,14 @@ def deployment(image: str, home: str) -> dict[str, Any]:
         "template": {"metadata": {"labels": LABELS}, "spec": pod},
     }
     return new_object("apps/v1", "Deployment", {"name": NAME, "namespace": home, "labels": LABELS}, spec=spec)
+
+
+def is_rolled_out(deployment: Json) -> bool:
+    """Whether all pods of a deployment have its latest version and are available."""
+    state: Json = deployment.get("status") or {}
+    wanted = deployment["spec"]["replicas"]
+    counts = (state.get(each, 0) for each in ("replicas", "updatedReplicas", "availableReplicas"))
+    return state.get("observedGeneration", 0) >= deployment["metadata"]["generation"] and {*counts} == {wanted}
 
 
 def _role(kind: str, metadata: dict[str, Any], rules: tuple[dict[str, Any], ...]) -> dict[str, Any]:

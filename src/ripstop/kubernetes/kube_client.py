@@ -19,6 +19,7 @@ from ripstop.model.errors import RipstopError
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5.0, 30.0
 MAX_THREADS = 16
 PAGE_SIZE = "500"  # objects
+CLUSTER_WIDE = frozenset({"CustomResourceDefinition", "Namespace", "ClusterRole", "ClusterRoleBinding"})
 Query = Mapping[str, str] | None
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -204,6 +205,14 @@ def jobs_path(namespace: str | None, name: str = "", *, part: str = "") -> str:
 def core_path(namespace: str, kind: str, name: str = "") -> str:
     """The path of pods, services, secrets or events."""
     return "/".join(filter(None, (f"/api/v1/namespaces/{namespace}/{kind}", name)))
+
+
+def collection_path(item: Json) -> str:
+    """The API path of objects of this kind."""
+    version, kind = item["apiVersion"], item["kind"]
+    root = f"/api/{version}" if "/" not in version else f"/apis/{version}"
+    where = "" if kind in CLUSTER_WIDE else f"/namespaces/{item['metadata']['namespace']}"
+    return f"{root}{where}/{kind.lower()}s"
 
 
 def budgets_path(namespace: str, version: str) -> str:

@@ -22,6 +22,7 @@ WAITING_ERRORS = (
     "CreateContainerConfigError", "CreateContainerError", "RunContainerError",
 )  # fmt: skip
 START_ERRORS = ("StartError", "ContainerCannotRun")  # of a container that never ran
+UNSCHEDULED = ("PodScheduled", "False")  # a condition of a pod
 CANNOT_START = "CannotStart"  # a condition, and a reason for a loss
 EVICTION_PREFIXES = ("Eviction", "Deletion", "Termination")  # of disruption reasons other than preemption
 
@@ -162,6 +163,21 @@ def is_owned(item: Json, uid: str) -> bool:
 def node_of(item: Json) -> str:
     """The node of a pod; empty if it is not scheduled yet."""
     return str((item.get("spec") or {}).get("nodeName") or "")
+
+
+def trainer_container_name(pod: Json) -> str:
+    """Rule 2."""
+    return str(pod["spec"]["containers"][0]["name"])
+
+
+def waiting_reason(pod: Json) -> str:
+    """Why a pod does not run, as the cluster reports it; "" if it runs."""
+    state: Json = pod.get("status") or {}
+    held = [(each.get("state") or {}).get("waiting") or {} for each in state.get("containerStatuses") or ()]
+    placed = [each for each in state.get("conditions") or () if (each["type"], each["status"]) == UNSCHEDULED]
+    reasons = [each for each in (*held, *placed) if each.get("reason") and "deletionTimestamp" not in pod["metadata"]]
+    texts = [": ".join(filter(None, (each["reason"], each.get("message")))) for each in reasons]
+    return f"pod {pod['metadata']['name']}: {' '.join(texts[0].split())}" if texts else ""
 
 
 def unreachable_since(node: Json) -> float | None:

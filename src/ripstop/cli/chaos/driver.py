@@ -21,7 +21,7 @@ from ripstop.cli.chaos.experiment import (
     Sampled,
     Tick,
 )
-from ripstop.cli.chaos.plan import Plan, ScheduledFault, find_target, make_schedule
+from ripstop.cli.chaos.plan import Plan, ScheduledFault, find_planned_target, make_fault_schedule
 from ripstop.cli.chaos.results import Result
 from ripstop.cli.event_stream import RETRY_S, follow_job_events
 from ripstop.cli.job_client import RunningJob
@@ -34,7 +34,7 @@ def drive_experiment(
 ) -> list[Result]:
     """Inject the faults of the plan, one after the other; `on_result` is called for each as soon as it has healed."""
     driver = _ChaosDriver(
-        find_job, Experiment(make_schedule(plan, seed), plan.heal_within, time.monotonic()), on_result
+        find_job, Experiment(make_fault_schedule(plan, seed), plan.heal_within, time.monotonic()), on_result
     )
     return driver.run()
 
@@ -91,7 +91,7 @@ class _ChaosDriver:
     def _inject(self, fault: ScheduledFault) -> Injected:
         spec = fault.spec
         try:
-            target = find_target(fault, self._job.get("/status")["nodes"], self._experiment.coordinator)
+            target = find_planned_target(fault, self._job.get("/status")["nodes"], self._experiment.coordinator)
             if target.why_none:
                 return Injected(skipped=target.why_none)
             where = {"rank": target.rank} if spec.kind.has_rank else {"node": target.node}

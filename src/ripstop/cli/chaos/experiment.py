@@ -154,7 +154,7 @@ class Experiment:
     def _on_sample(self, sample: Sampled) -> None:
         """Samples tell what the events did not: the coordinator keeps only the latest ones."""
         self._samples.append(sample)
-        if self._open is None and _has_progress(self._samples, sample.round):
+        if self._open is None and _has_progress_since_fault(self._samples, sample.round):
             self._rounds.setdefault(sample.round, sample.nodes)
             self._started.setdefault(sample.round, set()).update(sample.nodes)
             if any(step is not None for step, _ in sample.progress.values()):
@@ -199,7 +199,11 @@ class Experiment:
             later = self._trains(after=reply.round)
             if later:
                 out = self._report(Outcome.HEALED, now, round=later, restarted=True)
-            elif not open.fault.spec.kind.is_fatal and open.is_over and _has_progress(self._samples, reply.round):
+            elif (
+                not open.fault.spec.kind.is_fatal
+                and open.is_over
+                and _has_progress_since_fault(self._samples, reply.round)
+            ):
                 out = self._report(Outcome.HEALED, now, round=reply.round)
             elif self._closed:
                 out = self._report(Outcome.NOT_HEALED, now, why=self._closed)
@@ -248,7 +252,7 @@ class Experiment:
         return [Report(Result(fault.number, fault.spec.kind, outcome, open.since - self._start, **facts))]
 
 
-def _has_progress(samples: list[Sampled], round: int) -> bool:
+def _has_progress_since_fault(samples: list[Sampled], round: int) -> bool:
     """Whether every worker that reports progress made some between two collections after the fault.
 
     The first sample may have been collected before the end of the fault, so the second one is the base.
@@ -261,13 +265,14 @@ def _has_progress(samples: list[Sampled], round: int) -> bool:
         (base.round, last.round) == (round, round)
         and last.is_complete
         and all(
-            rank in base.progress and _made_progress(base.progress[rank][0], step, age, last.at - base.at)
+            rank in base.progress
+            and _rank_has_progress_since_fault(base.progress[rank][0], step, age, last.at - base.at)
             for rank, (step, age) in last.progress.items()
         )
     )
 
 
-def _made_progress(before: int | None, step: int | None, age: float | None, elapsed: float) -> bool:
+def _rank_has_progress_since_fault(before: int | None, step: int | None, age: float | None, elapsed: float) -> bool:
     if step is None and age is None:
         return True  # it reports nothing
     has_stepped = step is not None and before is not None and step > before

@@ -1,7 +1,7 @@
 """The plan of `ripstop chaos`, a TOML file, and the schedule that a seed makes of it.  Pure.
 
 The same plan and seed make the same schedule.  A fault without a rank or node has a random one: the schedule holds a
-number from 0 to 1, and `find_target` chooses by it from the ranks and nodes that the job has then.
+number from 0 to 1, and `find_planned_target` chooses by it from the ranks and nodes that the job has then.
 """
 
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ class Target(Struct, frozen=True):
 # the schedule ---------------------------------------------------------------------------------------------------------
 
 
-def make_schedule(plan: Plan, seed: int) -> tuple[ScheduledFault, ...]:
+def make_fault_schedule(plan: Plan, seed: int) -> tuple[ScheduledFault, ...]:
     """Every fault of the plan equally often, in random order; times between faults vary by half."""
     random = Random(seed)
     scheduled: list[ScheduledFault] = []
@@ -75,7 +75,7 @@ def make_schedule(plan: Plan, seed: int) -> tuple[ScheduledFault, ...]:
     return tuple(scheduled)
 
 
-def find_target(fault: ScheduledFault, nodes: list[Mapping[str, Any]], coordinator: str) -> Target:
+def find_planned_target(fault: ScheduledFault, nodes: list[Mapping[str, Any]], coordinator: str) -> Target:
     """The target among the nodes of the round, as in the job's status.
 
     A random node is never the coordinator's: a job without etcd does not survive its loss.
@@ -121,16 +121,16 @@ def parse_plan(name: str, text: str) -> Plan:
     entries = found.get("fault")
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise UsageError(f'{name}: a plan needs faults, and has none; add [[fault]] with kind = "worker-kill"')
-    faults = tuple(_fault(f"{name} fault {number}", entry) for number, entry in enumerate(entries, 1))
+    faults = tuple(_planned_fault(f"{name} fault {number}", entry) for number, entry in enumerate(entries, 1))
     return Plan(
         faults,
-        count=_whole(f"{name} count", found.get("count", len(faults)), 1, MAX_FAULTS),
+        count=_plan_number(f"{name} count", found.get("count", len(faults)), 1, MAX_FAULTS),
         every=_plan_seconds(f"{name} every", found.get("every", 30)),
         heal_within=_plan_seconds(f"{name} heal_within", found.get("heal_within", 120)),
     )
 
 
-def _fault(label: str, entry: dict[str, Any]) -> PlannedFault:
+def _planned_fault(label: str, entry: dict[str, Any]) -> PlannedFault:
     if "kind" not in entry:
         raise UsageError(f"{label}: kind is missing; write one of {', '.join(FaultKind)}")
     if entry["kind"] not in set(FaultKind):
@@ -142,20 +142,22 @@ def _fault(label: str, entry: dict[str, Any]) -> PlannedFault:
     keys += ["size"] if kind is FaultKind.DISK_FILL else []
     _check_plan_keys(f"{label} ({kind})", entry, keys)
     options = {
-        _OPTIONS[key]: _fault_option(f"{label} {key}", key, value) for key, value in entry.items() if key in _OPTIONS
+        _OPTIONS[key]: _planned_fault_option(f"{label} {key}", key, value)
+        for key, value in entry.items()
+        if key in _OPTIONS
     }
     rank, node = entry.get("rank", ANY), entry.get("node", ANY)
     if not isinstance(node, str) or not node:
         raise UsageError(f'{label} node={node}: not a name; write "any", "coordinator" or a node\'s name')
-    return PlannedFault(kind, None if rank == ANY else _whole(f"{label} rank", rank, 0, 2**31 - 1), node, options)
+    return PlannedFault(kind, None if rank == ANY else _plan_number(f"{label} rank", rank, 0, 2**31 - 1), node, options)
 
 
-def _fault_option(label: str, key: str, value: Any) -> int:
+def _planned_fault_option(label: str, key: str, value: Any) -> int:
     if key == "percent":
-        return _whole(label, value, 1, MAX_PERCENT)
+        return _plan_number(label, value, 1, MAX_PERCENT)
     if key == "duration":
-        return _whole(label, _plan_seconds(label, value), 1, MAX_SECONDS)
-    return _whole(label, byte_size(label, str(value)), 1, MAX_BYTES)
+        return _plan_number(label, _plan_seconds(label, value), 1, MAX_SECONDS)
+    return _plan_number(label, byte_size(label, str(value)), 1, MAX_BYTES)
 
 
 def _plan_seconds(label: str, value: Any) -> float:
@@ -167,7 +169,7 @@ def _plan_seconds(label: str, value: Any) -> float:
     return seconds
 
 
-def _whole(label: str, value: Any, minimum: int, maximum: int) -> int:
+def _plan_number(label: str, value: Any, minimum: int, maximum: int) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:

@@ -36,7 +36,7 @@ class Result(Struct, frozen=True):
     why: str = ""
 
 
-def render_result(result: Result) -> str:
+def render_chaos_result(result: Result) -> str:
     """`  8.2 s  worker-kill   rank 1 on gpu2-55-31   healed in 0.62 s, round 2`"""
     target = f"rank {result.rank} on {result.node}" if result.rank >= 0 else result.node
     text: str = result.outcome
@@ -48,18 +48,18 @@ def render_result(result: Result) -> str:
     return clean(f"{result.at:7.1f} s  {result.kind:<15}  {target + '  ' if target else ''}{text}").replace("\n", " ")
 
 
-def render_summary(results: list[Result]) -> str:
+def render_chaos_summary(results: list[Result]) -> str:
     counts = [f"{len([r for r in results if r.outcome is outcome])} {outcome}" for outcome in Outcome]
     healed = [result.seconds for result in results if result.seconds is not None]
     times = f" (median {median(healed):.2f} s, longest {max(healed):.2f} s)" if healed else ""
     return f"{len(results)} faults: {counts[0]}{times}, {', '.join(counts[1:])}"
 
 
-def summarize(results: list[Result], seed: int) -> dict[str, Any]:
-    return {"seed": seed, "passed": has_passed(results), "faults": to_builtins(results)}
+def chaos_summary(results: list[Result], seed: int) -> dict[str, Any]:
+    return {"seed": seed, "passed": chaos_has_passed(results), "faults": to_builtins(results)}
 
 
-def has_passed(results: list[Result]) -> bool:
+def chaos_has_passed(results: list[Result]) -> bool:
     """Every fault was healed or skipped, and not all were skipped."""
     outcomes = {result.outcome for result in results}
     return Outcome.HEALED in outcomes and outcomes <= {Outcome.HEALED, Outcome.SKIPPED}

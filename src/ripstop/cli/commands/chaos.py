@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 from ripstop.cli.chaos.plan import parse_plan
-from ripstop.cli.chaos.results import Result, has_passed, render_result, render_summary, summarize
+from ripstop.cli.chaos.results import Result, chaos_has_passed, chaos_summary, render_chaos_result, render_chaos_summary
 from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand
 from ripstop.cli.options.flags import Flag
 from ripstop.model.errors import UsageError
@@ -59,17 +59,17 @@ def chaos(command: ParsedCommand) -> int:
 
     def show(result: Result) -> None:
         if not command.as_json:
-            print(render_result(result), flush=True)
+            print(render_chaos_result(result), flush=True)
 
     command.find_job().get("/faults")  # an error if the job or one of its nodes does not allow faults
     if not command.as_json:
         print(f"seed {seed}, {plan.count} faults", flush=True)
     results = drive_experiment(command.find_job, plan, seed, show)
-    summary = summarize(results, seed)
+    summary = chaos_summary(results, seed)
     if report is not None:
         report.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    command.print(render_summary(results), summary)
-    return 0 if has_passed(results) else 1
+    command.print(render_chaos_summary(results), summary)
+    return 0 if chaos_has_passed(results) else 1
 
 
 FLAGS = (*JOB_FLAGS, Flag("--plan", "FILE"), Flag("--seed", "N"), Flag("--report", "FILE"))

@@ -93,32 +93,33 @@ def main(argv: Sequence[str]) -> int:
         raise HelpRequested(HELP)
     if len(argv) > 1 or argv[0] not in SHELLS:
         raise UsageError(f"completion {' '.join(argv)}: unknown shell; write {', '.join(SHELLS)}")
-    print(script(argv[0]), end="")
+    print(completion_script(argv[0]), end="")
     return 0
 
 
-def script(shell: str) -> str:
-    flags = flags_to_complete()
+def completion_script(shell: str) -> str:
+    flags = completion_flags()
     with_values = {flag.name: flag for own in flags.values() for flag in own if flag.metavar}
     text = {"bash": BASH, "zsh": ZSH, "fish": FISH}[shell]
     for name, value in {
         "COMMANDS": " ".join(COMMANDS),
         "SHELLS": " ".join(SHELLS),
-        "BASH_FLAGS": "\n".join(_bash_flags(command, own) for command, own in flags.items()),
-        "BASH_CHOICES": "\n".join(map(_bash, with_values.values())),
-        "ZSH_RUN": _zsh(flags["run"]),
+        "BASH_FLAGS": "\n".join(_bash_completion_of_command(command, own) for command, own in flags.items()),
+        "BASH_CHOICES": "\n".join(map(_bash_completion_of_values, with_values.values())),
+        "ZSH_RUN": _zsh_completion(flags["run"]),
         "ZSH_OTHERS": "\n".join(
-            f"        {command}) _arguments -S \\\n{_zsh(own, subcommands_to_complete(command))}\n            && : ;;"
+            f"        {command}) _arguments -S \\\n"
+            f"{_zsh_completion(own, completion_subcommands(command))}\n            && : ;;"
             for command, own in flags.items()
             if command != "run"
         ),
-        "FISH_FLAGS": "\n".join(_fish(command, own) for command, own in flags.items()),
+        "FISH_FLAGS": "\n".join(_fish_completion(command, own) for command, own in flags.items()),
     }.items():
         text = text.replace(f"@{name}@", value)
     return text
 
 
-def flags_to_complete() -> dict[str, tuple[Flag, ...]]:
+def completion_flags() -> dict[str, tuple[Flag, ...]]:
     """The flags of each command that has flags."""
     found: dict[str, tuple[Flag, ...]] = {}
     for name in COMMANDS:
@@ -128,7 +129,7 @@ def flags_to_complete() -> dict[str, tuple[Flag, ...]]:
     return found
 
 
-def subcommands_to_complete(command: str) -> tuple[str, ...]:
+def completion_subcommands(command: str) -> tuple[str, ...]:
     """The commands of a command such as `ripstop kube`."""
     if command in JOB_COMMANDS:
         return ()
@@ -136,28 +137,24 @@ def subcommands_to_complete(command: str) -> tuple[str, ...]:
     return names
 
 
-def _bash_flags(command: str, flags: Sequence[Flag]) -> str:
-    names = " ".join(name for flag in flags for name in _forms(flag))
-    with_value = " ".join(name for flag in flags if flag.metavar for name in _forms(flag))
-    own = " ".join(subcommands_to_complete(command))
+def _bash_completion_of_command(command: str, flags: Sequence[Flag]) -> str:
+    names = " ".join(name for flag in flags for name in flag.forms)
+    with_value = " ".join(name for flag in flags if flag.metavar for name in flag.forms)
+    own = " ".join(completion_subcommands(command))
     return f"        {command}) flags='{names}' with_value=' {with_value} ' subcommands='{own}' ;;"
 
 
-def _forms(flag: Flag) -> list[str]:
-    return [name for name in (flag.short, flag.name) if name]
-
-
-def _bash(flag: Flag) -> str:
-    pattern = "|".join(_forms(flag))
+def _bash_completion_of_values(flag: Flag) -> str:
+    pattern = "|".join(flag.forms)
     if flag.metavar in ("FILE", "DIR"):
         return f"            {pattern}) COMPREPLY=() ;;"  # bash completes file names by default
     return f"            {pattern}) COMPREPLY=($(compgen -W '{' '.join(flag.choices)}' -- \"$cur\")) ;;"
 
 
-def _zsh(flags: Iterable[Flag], names: Sequence[str] = ()) -> str:
+def _zsh_completion(flags: Iterable[Flag], names: Sequence[str] = ()) -> str:
     lines = [f"'1:command:({' '.join(names)})' '*:argument:_files'"] if names else []
     for flag in flags:
-        for name in _forms(flag):
+        for name in flag.forms:
             ending = "=" if name.startswith("--") else "+"
             match flag.metavar:
                 case "":
@@ -169,8 +166,8 @@ def _zsh(flags: Iterable[Flag], names: Sequence[str] = ()) -> str:
     return " \\\n".join(f"            {line}" for line in lines) + " \\"
 
 
-def _fish(command: str, flags: Iterable[Flag]) -> str:
-    names = " ".join(subcommands_to_complete(command))
+def _fish_completion(command: str, flags: Iterable[Flag]) -> str:
+    names = " ".join(completion_subcommands(command))
     first = f"__fish_seen_subcommand_from {command}; and not __fish_seen_subcommand_from {names}"
     lines = [f"complete -c ripstop -n '{first}' -f -a '{names}'"] if names else []
     for flag in flags:

@@ -1,13 +1,10 @@
-"""The commands that control a running job: `ripstop restart`, `drain`, `scale` and `stop`; and `token` for its API."""
+"""The commands that control a running job: `ripstop restart`, `drain`, `scale` and `stop`."""
 
-import os
-
-from ripstop.cli.job_client import BASIC_FLAGS, JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand, RunningJob
+from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand, RunningJob
 from ripstop.cli.options.flags import Flag
 from ripstop.model.config import MAX_NODES
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import identifier, integer, parse_job_secret
-from ripstop.protocol.secret import api_token
+from ripstop.model.parsers import integer
 
 RESTART_HELP = f"""\
 usage: ripstop restart [FLAGS]
@@ -47,27 +44,10 @@ examples
 end
   --why TEXT                  the reason, for the report
 {JOB_HELP}"""
-TOKEN_HELP = """\
-usage: ripstop token [--job NAME] [--json]
-
-Prints the access token of a job's API, derived from RIPSTOP_TOKEN (or RIPSTOP_TOKEN_FILE) and the job's id.
-
-examples
-  curl -H "Authorization: Bearer $(ripstop token --job=job7)" \\
-      http://head:29400/api/v1/status
-
-which job
-  -j, --job NAME              the job's id (none)
-  --json                      print JSON
-
-Defaults are in parentheses.
-
-Exit codes: 0 done; 2 there is no secret, or the command line is wrong.
-"""
 
 
 def restart(command: ParsedCommand) -> None:
-    _send(command, command.find_job(), "/restart")
+    _send_control_request(command, command.find_job(), "/restart")
 
 
 def drain(command: ParsedCommand) -> None:
@@ -78,29 +58,21 @@ def drain(command: ParsedCommand) -> None:
     matching = [name for name in names if name.startswith(prefix)]
     if len(matching) > 1 and prefix not in names:
         raise UsageError(f"{prefix}: ambiguous: {' or '.join(matching)}; write more of the name")
-    _send(command, job, "/drain", node=matching[0] if len(matching) == 1 else prefix)
+    _send_control_request(command, job, "/drain", node=matching[0] if len(matching) == 1 else prefix)
 
 
 def scale(command: ParsedCommand) -> None:
     if not command.positional:
         raise UsageError("N, the number of nodes, is missing; write ripstop scale N")
     nodes = integer("N", command.positional[0], minimum=1, maximum=MAX_NODES)
-    _send(command, command.find_job(), "/scale", nodes=nodes)
+    _send_control_request(command, command.find_job(), "/scale", nodes=nodes)
 
 
 def stop(command: ParsedCommand) -> None:
-    _send(command, command.find_job(), "/stop", why=command.args.text("--why"))
+    _send_control_request(command, command.find_job(), "/stop", why=command.args.text("--why"))
 
 
-def token(command: ParsedCommand) -> None:
-    secret, _ = parse_job_secret(os.environ)
-    if not secret:
-        raise UsageError("the token is derived from the job's secret; set it in RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE")
-    found = api_token(secret, identifier("--job", command.args.text("--job", "none")))
-    command.print(found, {"token": found})
-
-
-def _send(command: ParsedCommand, job: RunningJob, path: str, **body: str | int) -> None:
+def _send_control_request(command: ParsedCommand, job: RunningJob, path: str, **body: str | int) -> None:
     reply = job.post(path, **body)
     command.print(reply["done"], reply)
 
@@ -110,5 +82,4 @@ COMMANDS = {
     "drain": JobCommand(drain, DRAIN_HELP, max_positional=1),
     "scale": JobCommand(scale, SCALE_HELP, max_positional=1),
     "stop": JobCommand(stop, STOP_HELP, (*JOB_FLAGS, Flag("--why", "TEXT"))),
-    "token": JobCommand(token, TOKEN_HELP, BASIC_FLAGS),
 }

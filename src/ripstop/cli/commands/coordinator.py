@@ -4,10 +4,10 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ripstop.cli.options.certificates import certificates, no_secret_warning
-from ripstop.cli.options.flags import Flag, parse
-from ripstop.cli.options.job import JOB_FLAGS, budget
-from ripstop.cli.options.monitoring import allow_chaos, notify_url, stragglers
+from ripstop.cli.options.certificates import certificates, no_secret_or_certificates_warning
+from ripstop.cli.options.flags import Flag, parse_flags
+from ripstop.cli.options.job import JOB_FLAGS, allow_chaos, budget
+from ripstop.cli.options.monitoring import notify_url, stragglers
 from ripstop.cli.options.output import own_log
 from ripstop.cli.options.tracing import tracing
 from ripstop.model import parsers, rendezvous_conf
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def configure_coordinator(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorConfig:
-    args = parse(FLAGS, argv, environ)
+    args = parse_flags(FLAGS, argv, environ)
     if "--help" in args:
         raise HelpRequested(HELP)
     if args.program:
@@ -97,7 +97,7 @@ def configure_coordinator(argv: Sequence[str], environ: Mapping[str, str]) -> Co
         raise UsageError(
             f"{conf_name} tls_ca={tls.ca}: a coordinator needs a certificate; add tls_cert=FILE,tls_key=FILE"
         )
-    notes += token_notes if token else no_secret_warning(endpoint, tls)
+    notes += token_notes if token else no_secret_or_certificates_warning(endpoint, tls)
     log_dir = args.text("--log-dir")
     return CoordinatorConfig(
         run_id=parsers.identifier(*args.labelled("--rdzv-id", "none")),

@@ -86,15 +86,19 @@ class Subcommand(Struct, frozen=True):
 
 
 SUBCOMMANDS = {
-    "status": Subcommand(cluster_commands.status, (JSON,), most=1),
-    "logs": Subcommand(cluster_commands.logs, (Flag("--follow", short="-f"), Flag("--tail", "N")), least=1, most=2),
-    "stacks": Subcommand(cluster_commands.stacks, least=1, most=2),
-    "scale": Subcommand(cluster_commands.scale, least=2, most=2),
-    "delete": Subcommand(cluster_commands.delete, least=1, most=1),
-    "install": Subcommand(
-        cluster_commands.install, (Flag("--image", "IMAGE"), Flag("--dry-run"), Flag("--timeout", "SECONDS"))
+    "status": Subcommand(cluster_commands.print_cluster_status, (JSON,), most=1),
+    "logs": Subcommand(
+        cluster_commands.print_cluster_logs, (Flag("--follow", short="-f"), Flag("--tail", "N")), least=1, most=2
     ),
-    "operator": Subcommand(cluster_commands.operate, (Flag("--home", "NAMESPACE"), Flag("--health", "HOST:PORT"))),
+    "stacks": Subcommand(cluster_commands.print_cluster_stacks, least=1, most=2),
+    "scale": Subcommand(cluster_commands.scale_on_cluster, least=2, most=2),
+    "delete": Subcommand(cluster_commands.delete_from_cluster, least=1, most=1),
+    "install": Subcommand(
+        cluster_commands.install_on_cluster, (Flag("--image", "IMAGE"), Flag("--dry-run"), Flag("--timeout", "SECONDS"))
+    ),
+    "operator": Subcommand(
+        cluster_commands.run_cluster_operator, (Flag("--home", "NAMESPACE"), Flag("--health", "HOST:PORT"))
+    ),
 }
 COMMANDS = ("render", "submit", *SUBCOMMANDS)
 _ALL = (*CLUSTER_FLAGS, *OWN_FLAGS, JSON, FILE, *(flag for each in SUBCOMMANDS.values() for flag in each.flags))
@@ -106,9 +110,9 @@ def main(argv: Sequence[str]) -> int:
     if name in ("-h", "--help", "help"):
         raise HelpRequested(USAGE)
     if name == "render":
-        return _render(rest)
+        return _run_kube_render(rest)
     if name == "submit":
-        return _submit_objects(rest)
+        return _run_kube_submit(rest)
     if name not in SUBCOMMANDS:
         raise UsageError(f"kube {name}: unknown command; write one of {', '.join(COMMANDS)}")
     command = SUBCOMMANDS[name]
@@ -123,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
     return command.run(args, names)
 
 
-def _render(argv: Sequence[str]) -> int:
+def _run_kube_render(argv: Sequence[str]) -> int:
     args = parse_kube_arguments(argv, (JSON,))
     if "--help" in args:
         raise HelpRequested(RENDER)
@@ -136,12 +140,12 @@ def _render(argv: Sequence[str]) -> int:
     return 0
 
 
-def _submit_objects(argv: Sequence[str]) -> int:
+def _run_kube_submit(argv: Sequence[str]) -> int:
     args = parse_kube_arguments(argv, (FILE, CONTEXT))
     if "--help" in args:
         raise HelpRequested(RENDER)
     if "--file" not in args:
-        return cluster_commands.submit(args, job_objects(args, secrets.token_urlsafe(32)))
+        return cluster_commands.submit_to_cluster(args, job_objects(args, secrets.token_urlsafe(32)))
     if args.program or args.texts.keys() - {"--file", "--namespace", "--context"}:
         raise UsageError("--file and a command line both describe a job; remove one of them")
-    return cluster_commands.submit(args, cluster_commands.load_objects(args.text("--file")))
+    return cluster_commands.submit_to_cluster(args, cluster_commands.load_objects_for_cluster(args.text("--file")))

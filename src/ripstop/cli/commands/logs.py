@@ -54,28 +54,25 @@ def logs(command: ParsedCommand) -> int:
     if not ranks:
         raise RequestRejected("no workers are running; ripstop status shows what the job waits for")
     streams = [stream] if stream else list(STREAMS)
-    found, errors = _read_tails(job, ranks, streams, 0 if "--follow" in args else tail)
+    found, errors = _read_log_tails(job, ranks, streams, 0 if "--follow" in args else tail)
     if errors and not found:
         raise errors[0]
     if "--follow" in args:
-        code = _follow(job, found, streams, tail, last_event if rank is None else None)
-        if _is_running(command):  # the streams have ended with their coordinator
+        code = _follow_logs(job, found, streams, tail, last_event if rank is None else None)
+        if command.is_job_running():  # the streams have ended with their coordinator
             raise JobUnreachable("the job's coordinator has moved to another node; run the command again")
         return code
-    lines = [_format(log["rank"], line, prefixed=rank is None) for log in found for line in log["text"].splitlines()]
+    lines = [
+        _line_of_logs_command(log["rank"], line, prefixed=rank is None)
+        for log in found
+        for line in log["text"].splitlines()
+    ]
     if lines or command.as_json:
         command.print("\n".join(lines), found)
     return 0
 
 
-def _is_running(command: ParsedCommand) -> bool:
-    try:
-        return bool(command.find_job().get("/status")["phase"] == "running")
-    except RipstopError:
-        return False
-
-
-def _read_tails(
+def _read_log_tails(
     job: RunningJob, ranks: list[int], streams: list[str], tail: int
 ) -> tuple[list[dict[str, Any]], list[RequestRejected]]:
     """The logs that exist, and the reasons for those that do not."""
@@ -90,7 +87,7 @@ def _read_tails(
     return logs, errors
 
 
-def _follow(job: RunningJob, logs: list[dict[str, Any]], streams: list[str], tail: int, since: int | None) -> int:
+def _follow_logs(job: RunningJob, logs: list[dict[str, Any]], streams: list[str], tail: int, since: int | None) -> int:
     """Follow these logs and, with `since`, those of ranks that start after that event."""
     followers = _Followers(job, prefixed=since is not None)
     sys.stdout.flush()
@@ -98,7 +95,7 @@ def _follow(job: RunningJob, logs: list[dict[str, Any]], streams: list[str], tai
         followers.add(log["rank"], log["stream"], tail=tail)
     try:
         for rank in _follow_added_ranks(job, since, {log["rank"] for log in logs}) if since is not None else ():
-            for log in _read_tails(job, [rank], streams, 0)[0]:
+            for log in _read_log_tails(job, [rank], streams, 0)[0]:
                 followers.add(rank, log["stream"], offset=0)
     except RipstopError as error:
         followers.report_error(error)
@@ -143,14 +140,14 @@ class _Followers:
         query: dict[str, Any] = {"stream": stream, "follow": "true", **start}
         try:
             for line in self._job.stream_lines(f"/logs/{rank}", "text/plain", None, **query):
-                os.write(1, f"{_format(rank, line, prefixed=self._prefixed)}\n".encode())
+                os.write(1, f"{_line_of_logs_command(rank, line, prefixed=self._prefixed)}\n".encode())
         except BrokenPipeError:
             os._exit(0)  # the reader of our output has closed it
         except RipstopError as error:
             self.report_error(error)
 
 
-def _format(rank: int, line: str, *, prefixed: bool) -> str:
+def _line_of_logs_command(rank: int, line: str, *, prefixed: bool) -> str:
     return f"[{rank}] {line}" if prefixed else line
 
 

@@ -26,7 +26,7 @@ FLAGS = (*JOB_FLAGS, Flag("--port", "N"), Flag("--no-browser"))
 
 
 def page(command: ParsedCommand) -> None:
-    from ripstop.cli.page_proxy import serve  # imports an HTTP server: only when needed
+    from ripstop.cli.page_proxy import serve_page_proxy  # imports an HTTP server: only when needed
 
     port = integer("--port", command.args.text("--port", "0"), minimum=0, maximum=65535)
     job = command.find_job()
@@ -38,7 +38,7 @@ def page(command: ParsedCommand) -> None:
         if not command.as_json:
             print(f"{job}: the page is open until you press Ctrl-C", file=sys.stderr)
 
-    asyncio.run(serve(command.find_job, port, announce, opens_browser="--no-browser" not in command.args))
+    asyncio.run(serve_page_proxy(command.find_job, port, announce, opens_browser="--no-browser" not in command.args))
 
 
 COMMANDS = {"page": JobCommand(page, HELP, FLAGS)}

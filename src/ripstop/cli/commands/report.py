@@ -65,24 +65,24 @@ def report(command: ParsedCommand) -> None:
         if used := [flag for flag in ("--endpoint", "--job", "--rdzv-conf") if flag in command.args]:
             raise UsageError(f"{used[0]}: a report of files needs no running job; remove {used[0]}, or the file")
         source = Path(command.positional[0])
-        made, directory = load_report(source)
+        made, directory = report_of_argument(source)
     else:
-        made, directory = _of_running_job(command.find_job()), None
+        made, directory = _report_of_running_job(command.find_job()), None
     if command.as_json:
-        _write(output or "-", ascii_json(made) + "\n")
+        _write_or_print_report(output or "-", ascii_json(made) + "\n")
     elif output:
-        _write(output, render(made))
+        _write_or_print_report(output, render(made))
     else:
         name = f"{directory_name(made.summary.run_id or 'job')}-report.html"
-        _write(str(directory / REPORT_PAGE if directory else Path(name)), render(made))
+        _write_or_print_report(str(directory / REPORT_PAGE if directory else Path(name)), render(made))
     if not command.as_json and output != "-":
-        print_summary(made)
+        print_report_summary(made)
 
 
 def compare_runs(command: ParsedCommand) -> None:
     if len(command.positional) != 2:
         raise UsageError("compare needs two runs; write ripstop compare RUN_DIR_A RUN_DIR_B")
-    a, b = (load_report(Path(path))[0] for path in command.positional)
+    a, b = (report_of_argument(Path(path))[0] for path in command.positional)
     figures = compare(a, b)
     rows = [[figure.name, figure.a_text, figure.b_text, figure.change] for figure in figures]
     names = [f"{letter}: {one_line(one.summary.run_id or '-')}" for letter, one in (("A", a), ("B", b))]
@@ -91,9 +91,9 @@ def compare_runs(command: ParsedCommand) -> None:
     ])  # fmt: skip
 
 
-def load_report(source: Path) -> tuple[Report, Path]:
+def report_of_argument(source: Path) -> tuple[Report, Path]:
     """The report of a run's directory or of an event file, and the directory of the files."""
-    files = _files_of_argument(source)
+    files = _event_files_of_argument(source)
     skipped = Skipped()
     try:
         made = build_report(read_events(files, skipped), skipped.notes())
@@ -105,7 +105,7 @@ def load_report(source: Path) -> tuple[Report, Path]:
     return made, files[0].parent
 
 
-def _files_of_argument(source: Path) -> list[Path]:
+def _event_files_of_argument(source: Path) -> list[Path]:
     if not source.exists():
         raise UsageError(f"{source}: no such file or directory; give LOG_DIR/RUN_ID of a run, or an event file")
     if not source.is_dir():
@@ -121,16 +121,16 @@ def _files_of_argument(source: Path) -> list[Path]:
     raise UsageError(f"{source}: has no event files; give LOG_DIR/RUN_ID of a run, or an event file")
 
 
-def _of_running_job(job: RunningJob) -> Report:
+def _report_of_running_job(job: RunningJob) -> Report:
     notes: list[str] = []
-    records = list(_records(job, notes))
+    records = list(_event_records_to_report(job, notes))
     try:
         return build_report(records, notes)
     except NoEvents:
         raise UsageError(f"{job} has no events yet; try again when it has started") from None
 
 
-def _records(job: RunningJob, notes: list[str]) -> Iterator[EventRecord]:
+def _event_records_to_report(job: RunningJob, notes: list[str]) -> Iterator[EventRecord]:
     since, more = 0, True
     while more:
         page: dict[str, Any] = job.get("/events", since=since)
@@ -142,7 +142,7 @@ def _records(job: RunningJob, notes: list[str]) -> Iterator[EventRecord]:
         since, more = page["last"], page["more"]
 
 
-def _write(output: str, text: str) -> None:
+def _write_or_print_report(output: str, text: str) -> None:
     if output == "-":
         sys.stdout.write(text)
         return
@@ -159,7 +159,7 @@ def _write(output: str, text: str) -> None:
     print(f"report: {os.path.abspath(path)}", file=sys.stderr)  # noqa: PTH100 - links stay
 
 
-def print_summary(report: Report) -> None:
+def print_report_summary(report: Report) -> None:
     summary = report.summary
     facts: Sequence[str] = (
         f"{summary.result.value} after {duration(summary.seconds)}",

@@ -10,12 +10,11 @@ from pathlib import Path
 
 from msgspec.structs import asdict
 
-from ripstop.cli.options.certificates import certificates, no_secret_warning
+from ripstop.cli.options.certificates import certificates, no_secret_or_certificates_warning
 from ripstop.cli.options.devices import bindings, note_omp_threads, virtual_local_rank, workers_per_node
-from ripstop.cli.options.flags import Flag, ParsedArguments, note_unused_flags, parse
-from ripstop.cli.options.job import JOB_FLAGS, budget
+from ripstop.cli.options.flags import Flag, ParsedArguments, note_unused_flags, parse_flags
+from ripstop.cli.options.job import JOB_FLAGS, allow_chaos, budget
 from ripstop.cli.options.monitoring import (
-    allow_chaos,
     api_address,
     hang_timeout,
     health,
@@ -28,16 +27,16 @@ from ripstop.cli.options.monitoring import (
 from ripstop.cli.options.output import event_log_handler, logs, own_log
 from ripstop.cli.options.program import (
     entrypoint,
-    inprocess_timeout,
     preload,
-    shutdown_timeout,
+    program_inprocess_timeout,
+    program_shutdown_timeout,
     standby,
     start_method,
 )
 from ripstop.cli.options.rendezvous import (
     BACKENDS,
-    handler_options,
     rendezvous_options,
+    rendezvous_options_of_handler,
     target_nodes,
     with_ranking,
 )
@@ -255,12 +254,12 @@ HANDLER_PROGRAM = (
 
 
 def main(argv: Sequence[str], with_handler: Callable[[RunConfig], int] | None = None) -> int:
-    args = _parse(argv, os.environ)
+    args = _parse_run_arguments(argv, os.environ)
     config = _run_config(args, os.environ)
     if "--dry-run" in args:
-        from ripstop.cli.dry_run import describe
+        from ripstop.cli.dry_run import describe_dry_run
 
-        print(describe(config, os.environ), end="")
+        print(describe_dry_run(config, os.environ), end="")
         return 0
     if config.handler is not None:
         return with_handler(config) if with_handler is not None else _continue_with_handler(argv)
@@ -271,11 +270,11 @@ def main(argv: Sequence[str], with_handler: Callable[[RunConfig], int] | None = 
 
 def configure_run(argv: Sequence[str], environ: Mapping[str, str], registered: Collection[str] = ()) -> RunConfig:
     """The configuration of a command line; `registered` are additional backends."""
-    return _run_config(_parse(argv, environ), environ, registered)
+    return _run_config(_parse_run_arguments(argv, environ), environ, registered)
 
 
-def _parse(argv: Sequence[str], environ: Mapping[str, str]) -> ParsedArguments:
-    args = parse(FLAGS, argv, environ)
+def _parse_run_arguments(argv: Sequence[str], environ: Mapping[str, str]) -> ParsedArguments:
+    args = parse_flags(FLAGS, argv, environ)
     if "--help" in args:
         raise HelpRequested(HELP)
     if "--config" not in args:
@@ -296,13 +295,13 @@ def _run_config(args: ParsedArguments, environ: Mapping[str, str], registered: C
     slots = workers_per_node(args, environ)
     note_omp_threads(environ, slots, notes)
     conf_name = args.label("--rdzv-conf")
-    handler = _rendezvous_handler(args, registered)
+    handler = _run_config_handler(args, registered)
     conf = parsers.key_values(conf_name, args.text("--rdzv-conf")) if handler is None else {}
     min_nodes, max_nodes = parsers.node_range(*args.labelled("--nnodes", "1"))
     if handler is None:
         rdzv = rendezvous_options(args, conf, min_nodes, max_nodes, notes)
     else:
-        rdzv = handler_options(args, notes)
+        rdzv = rendezvous_options_of_handler(args, notes)
         note_unused_flags(args, ("--notify-url", "--allow-chaos"), "with another package's rendezvous handler", notes)
     number = start.node_number if start is not None else None
     rdzv = with_ranking(args, conf, rdzv, environ, os.uname().nodename, notes, number)
@@ -311,7 +310,7 @@ def _run_config(args: ParsedArguments, environ: Mapping[str, str], registered: C
     if rdzv.backend is Backend.ETCD:
         elector, conf = rendezvous_conf.etcd(*args.labelled("--rdzv-endpoint"), conf_name, conf, environ)
     timeouts, timeout_notes = rendezvous_conf.timing(
-        conf_name, conf, shutdown_timeout(args, environ), inprocess_timeout(args)
+        conf_name, conf, program_shutdown_timeout(args, environ), program_inprocess_timeout(args)
     )
     tls = certificates(conf_name, conf, notes)
     if elector is not None and tls is not None and tls.cert is None:
@@ -330,7 +329,9 @@ def _run_config(args: ParsedArguments, environ: Mapping[str, str], registered: C
 
         key = user_key(start, environ)
     if not token and key is None and not alone and (max_nodes > 1 or elector is not None):
-        token_notes = no_secret_warning(rdzv.endpoint or "the nodes", tls)  # on one node, the coordinator creates one
+        token_notes = no_secret_or_certificates_warning(
+            rdzv.endpoint or "the nodes", tls
+        )  # on one node, the coordinator creates one
     replicates, replication_bandwidth = replication(args, notes, max_nodes=max_nodes)
     return RunConfig(
         entry=program,
@@ -379,7 +380,7 @@ def _run_config(args: ParsedArguments, environ: Mapping[str, str], registered: C
     )
 
 
-def _rendezvous_handler(args: ParsedArguments, registered: Collection[str]) -> Handler | None:
+def _run_config_handler(args: ParsedArguments, registered: Collection[str]) -> Handler | None:
     """The other package's rendezvous handler that --rdzv-backend names, if any.  Its settings are passed on unread."""
     name = args.text("--rdzv-backend", "static")
     if name in BACKENDS or "--standalone" in args:

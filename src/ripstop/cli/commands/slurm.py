@@ -4,7 +4,7 @@ import subprocess
 from collections.abc import Sequence
 
 from ripstop.cli.options.flags import HELP_FLAG
-from ripstop.cli.slurm.job_script import HELP, OWN_FLAGS, job_script, parse_slurm_arguments
+from ripstop.cli.slurm.job_script import HELP, OWN_FLAGS, job_script, parse_job_script_arguments
 from ripstop.model.errors import HelpRequested, UsageError
 
 USAGE = f"""\
@@ -36,17 +36,17 @@ def main(argv: Sequence[str]) -> int:
         raise HelpRequested(USAGE)
     if name not in COMMANDS:
         raise UsageError(f"slurm {name}: unknown command; write {' or '.join(COMMANDS)}")
-    args = parse_slurm_arguments(rest)
+    args = parse_job_script_arguments(rest)
     if "--help" in args:
         raise HelpRequested(USAGE)
     script = job_script(args)
     if name == "submit":
-        return _submit(script)
+        return _submit_slurm_script(script)
     print(script, end="")
     return 0
 
 
-def _submit(script: str) -> int:
+def _submit_slurm_script(script: str) -> int:
     try:
         return subprocess.run(["sbatch"], input=script, text=True, check=False).returncode
     except FileNotFoundError:

@@ -22,10 +22,10 @@ examples
 def stacks(command: ParsedCommand) -> None:
     rank = command.rank()
     reply = command.find_job().get("/stacks", rank=rank)
-    command.print("\n".join(render(reply)), reply)
+    command.print("\n".join(render_stacks(reply)), reply)
 
 
-def render(reply: dict[str, Any]) -> list[str]:
+def render_stacks(reply: dict[str, Any]) -> list[str]:
     lines: list[str] = []
     recorded: dict[int, list[CollectiveProgress]] = {}
     unrecorded: dict[str, list[int]] = {}  # ranks by reason: it is often the same for all

@@ -38,7 +38,7 @@ def status(command: ParsedCommand) -> None:
     if "--markdown" in command.args and command.as_json:
         raise UsageError("--markdown and --json: only one format can be printed; remove one of them")
     reply = command.find_job().get("/status")
-    command.print(render_markdown(reply) if "--markdown" in command.args else render(reply), reply)
+    command.print(render_status_markdown(reply) if "--markdown" in command.args else render_status(reply), reply)
 
 
 def metrics(command: ParsedCommand) -> None:
@@ -46,22 +46,22 @@ def metrics(command: ParsedCommand) -> None:
     command.print(text.removesuffix("\n"), {"metrics": text})
 
 
-def render(status: dict[str, Any]) -> str:
-    columns, rows = _nodes(status["nodes"])
+def render_status(status: dict[str, Any]) -> str:
+    columns, rows = _status_node_table(status["nodes"])
     nodes_table = format_table(rows, columns)
-    about = [f"reason: {status['why']}", *map(_straggler, status.get("stragglers", ()))]
+    about = [f"reason: {status['why']}", *map(_status_text_of_straggler, status.get("stragglers", ()))]
     lines = "\n".join(about)
     return f"job {status['run_id']}: {', '.join(_status_facts(status))}\n{lines}\n\n{nodes_table}"
 
 
-def render_markdown(status: dict[str, Any]) -> str:
+def render_status_markdown(status: dict[str, Any]) -> str:
     """A heading line, the reason, and the nodes as a table that GitHub, GitLab, Slack canvases and notebooks show."""
-    about = (f"reason: {status['why']}", *map(_straggler, status.get("stragglers", ())))
-    facts = [f"- {_escaped_markdown(fact)}" for fact in (*_status_facts(status), *about)]
-    columns, nodes = _nodes(status["nodes"])
-    rows = [columns, ("---",) * len(columns), *([_escaped_markdown(cell) for cell in row] for row in nodes)]
+    about = (f"reason: {status['why']}", *map(_status_text_of_straggler, status.get("stragglers", ())))
+    facts = [f"- {_status_text_as_markdown(fact)}" for fact in (*_status_facts(status), *about)]
+    columns, nodes = _status_node_table(status["nodes"])
+    rows = [columns, ("---",) * len(columns), *([_status_text_as_markdown(cell) for cell in row] for row in nodes)]
     lines = [
-        f"**ripstop job {_escaped_markdown(status['run_id'])}**",
+        f"**ripstop job {_status_text_as_markdown(status['run_id'])}**",
         "",
         *facts,
         "",
@@ -70,7 +70,7 @@ def render_markdown(status: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _escaped_markdown(text: str) -> str:
+def _status_text_as_markdown(text: str) -> str:
     """The text as it is: no character of it is markup, and it stays in its cell."""
     text = one_line(text).replace("\n", " ")
     return re.sub(r"([\\`*_\[\]<>|~@&])", r"\\\1", text)
@@ -81,50 +81,50 @@ def _status_facts(status: dict[str, Any]) -> tuple[str, ...]:
     if status["target"] != status["max_nodes"]:
         nodes += f", scaled to {status['target']}"
     return (
-        f"{status['phase']} for {_duration(status['seconds'])}",
+        f"{status['phase']} for {_status_duration(status['seconds'])}",
         f"round {status['round']}",
         f"world size {status['world_size']}",
         f"restarts {status['charged']} of {status['max_restarts']}",
         f"nodes {nodes}",
-        *map(_replication, status.get("replication", ())),
+        *map(_status_text_of_replication, status.get("replication", ())),
         *([] if status["goodput"] is None else [f"goodput {status['goodput']:.0%}"]),
-        *([] if status["commit_age"] is None else [f"last commit {_duration(status['commit_age'])} ago"]),
+        *([] if status["commit_age"] is None else [f"last commit {_status_duration(status['commit_age'])} ago"]),
         *([] if status.get("kept") is None else [f"workers kept in place in the last recovery: {status['kept']}"]),
         *([f"state restored from {' and '.join(status['restored_from'])}"] if status["restored_from"] else []),
     )
 
 
-def _nodes(nodes: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _status_node_table(nodes: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The columns and rows of the table of nodes."""
-    columns, rows = NODE_COLUMNS, [_row(node) for node in nodes]
+    columns, rows = NODE_COLUMNS, [_status_node_row(node) for node in nodes]
     if any(node["standbys"] for node in nodes):
         columns += ("STANDBYS",)
-        rows = [(*row, _standbys(node["standbys"])) for row, node in zip(rows, nodes, strict=True)]
+        rows = [(*row, _status_text_of_standbys(node["standbys"])) for row, node in zip(rows, nodes, strict=True)]
     return columns, rows
 
 
-def _replication(copies: dict[str, Any]) -> str:
+def _status_text_of_replication(copies: dict[str, Any]) -> str:
     if copies["commits"] is None:
         return f"state {copies['state']} has no copies on other nodes"
     behind = f"{copies['commits']} commits and {copies['seconds']:.1f} s behind"
     return f"state {copies['state']} is copied to other nodes ({behind})"
 
 
-def _straggler(found: dict[str, Any]) -> str:
+def _status_text_of_straggler(found: dict[str, Any]) -> str:
     longer = f"{found['step_time'] / found['median']:.1f} times as long as the others need"
     times = f"a step takes {found['step_time'] * 1e3:.0f} ms, {longer}"
-    since = f"for {_duration(found['seconds'])}"
+    since = f"for {_status_duration(found['seconds'])}"
     evidence = f"; {found['evidence']}" if found["evidence"] else ""
     return f"straggler {since}: {rank_list(found['ranks'])} on node {found['node']}: {times}{evidence}"
 
 
-def _row(node: dict[str, Any]) -> tuple[str, ...]:
+def _status_node_row(node: dict[str, Any]) -> tuple[str, ...]:
     first, last = node["first_rank"], node["first_rank"] + node["slots"] - 1
     ranks = "-" if first < 0 else str(first) if first == last else f"{first}-{last}"
     return node["name"], node["host"], node["state"], ranks, node["role"]
 
 
-def _standbys(standbys: list[dict[str, Any]]) -> str:
+def _status_text_of_standbys(standbys: list[dict[str, Any]]) -> str:
     """Their number and what they hold: `8 (0.1 GiB, GPUs 4.1 GiB)`.
 
     `8 elastic` or `8, 2 elastic`: all, or two, have run the script and wait at its function with `@train.elastic`.
@@ -138,7 +138,7 @@ def _standbys(standbys: list[dict[str, Any]]) -> str:
     return f"{len(standbys)}{until} ({format_bytes(sum(each['memory'] for each in standbys))}{on_gpus})"
 
 
-def _duration(seconds: float) -> str:
+def _status_duration(seconds: float) -> str:
     whole = int(seconds)
     if whole < 120:
         return f"{whole} s"

@@ -15,8 +15,17 @@ from typing import Any
 from ripstop.cli.options.flags import ParsedArguments
 from ripstop.kubernetes import deploy
 from ripstop.kubernetes.crd import supports_rules
-from ripstop.kubernetes.kube_client import Conflict, KubeClient, NotFound, PodClient, core_path, jobs_path
+from ripstop.kubernetes.kube_client import (
+    Conflict,
+    KubeClient,
+    NotFound,
+    PodClient,
+    collection_path,
+    core_path,
+    jobs_path,
+)
 from ripstop.kubernetes.manifests import HOME, JOB, SLOT, to_yaml
+from ripstop.kubernetes.pods import trainer_container_name, waiting_reason
 from ripstop.kubernetes.spec import KIND
 from ripstop.model.errors import RipstopError, UsageError
 from ripstop.model.parsers import integer, read_bounded, read_file
@@ -24,7 +33,6 @@ from ripstop.model.text_formatting import format_table
 
 Json = Mapping[str, Any]
 POLL_INTERVAL_S = 2.0  # between two looks for new pods
-UNSCHEDULED = ("PodScheduled", "False")  # a condition of a pod
 MAX_TAIL_LINES = 1_000_000
 INSTALL_TIMEOUT_S, MAX_TIMEOUT_S = 120, 86_400
 FINAL_PHASES = ("Succeeded", "Failed")
@@ -32,11 +40,10 @@ KINDS = (  # of objects that ripstop creates
     *(KIND, "CustomResourceDefinition", "Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role"),
     *("RoleBinding", "Deployment", "Service", "Secret", "StatefulSet", "Job"),
 )
-CLUSTER_WIDE = frozenset({"CustomResourceDefinition", "Namespace", "ClusterRole", "ClusterRoleBinding"})
 POD_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
-def _require_packages(*packages: str) -> None:
+def _require_cluster_packages(*packages: str) -> None:
     from importlib.util import find_spec
 
     for package in packages:
@@ -44,13 +51,13 @@ def _require_packages(*packages: str) -> None:
             raise UsageError(f"the package {package} is not installed; pip install 'ripstop[kubernetes]'")
 
 
-def _connect(args: ParsedArguments) -> tuple[str, KubeClient]:
+def _connect_to_cluster(args: ParsedArguments) -> tuple[str, KubeClient]:
     """The namespace and the cluster that a command is about."""
-    _require_packages("kubernetes")
-    return _namespace(args), KubeClient(args.text("--context") or None)
+    _require_cluster_packages("kubernetes")
+    return _cluster_namespace(args), KubeClient(args.text("--context") or None)
 
 
-def _namespace(args: ParsedArguments) -> str:
+def _cluster_namespace(args: ParsedArguments) -> str:
     """The namespace of --namespace, of this pod, or kubectl's current one."""
     if "--namespace" in args:
         return args.text("--namespace")
@@ -73,9 +80,9 @@ def _namespace(args: ParsedArguments) -> str:
 # create, scale, delete ------------------------------------------------------------------------------------------------
 
 
-def load_objects(name: str) -> list[dict[str, Any]]:
+def load_objects_for_cluster(name: str) -> list[dict[str, Any]]:
     """Read the objects of a YAML or JSON file."""
-    _require_packages("kubernetes")  # which needs yaml too
+    _require_cluster_packages("kubernetes")  # which needs yaml too
     import yaml
 
     try:
@@ -101,13 +108,13 @@ def load_objects(name: str) -> list[dict[str, Any]]:
     return found
 
 
-def submit(args: ParsedArguments, objects: Sequence[dict[str, Any]]) -> int:
-    here, server = _connect(args)
+def submit_to_cluster(args: ParsedArguments, objects: Sequence[dict[str, Any]]) -> int:
+    here, server = _connect_to_cluster(args)
     for item in objects:
         item["metadata"].setdefault("namespace", here)
         kind, name = item["kind"], item["metadata"]["name"]
         try:
-            server.create(_collection_path(item), item)
+            server.create(collection_path(item), item)
         except Conflict:
             raise UsageError(
                 f"{kind} {name} exists already; choose another --name, or run `ripstop kube delete {name}` first"
@@ -120,10 +127,10 @@ def submit(args: ParsedArguments, objects: Sequence[dict[str, Any]]) -> int:
     return 0
 
 
-def scale(args: ParsedArguments, names: Sequence[str]) -> int:
+def scale_on_cluster(args: ParsedArguments, names: Sequence[str]) -> int:
     name, replicas = names[0], integer("N", names[1], minimum=1, maximum=2**31 - 1)
-    here, server = _connect(args)
-    spec = _get_job(server, here, name)["spec"]
+    here, server = _connect_to_cluster(args)
+    spec = _get_cluster_job(server, here, name)["spec"]
     least, most = spec.get("minReplicas", 1), spec["maxReplicas"]
     if not least <= replicas <= most:
         raise UsageError(f"{name} has {least} to {most} nodes, not {replicas}; choose a number in this range")
@@ -132,16 +139,16 @@ def scale(args: ParsedArguments, names: Sequence[str]) -> int:
     return 0
 
 
-def delete(args: ParsedArguments, names: Sequence[str]) -> int:
+def delete_from_cluster(args: ParsedArguments, names: Sequence[str]) -> int:
     name = names[0]
-    here, server = _connect(args)
-    _get_job(server, here, name)
+    here, server = _connect_to_cluster(args)
+    _get_cluster_job(server, here, name)
     server.delete(jobs_path(here, name), {"propagationPolicy": "Background"})
     print(f"deleting {here}/{name} and its pods")
     return 0
 
 
-def _get_job(server: KubeClient, namespace: str, name: str) -> dict[str, Any]:
+def _get_cluster_job(server: KubeClient, namespace: str, name: str) -> dict[str, Any]:
     try:
         return server.get(jobs_path(namespace, name))
     except NotFound:
@@ -151,19 +158,23 @@ def _get_job(server: KubeClient, namespace: str, name: str) -> dict[str, Any]:
 # status, logs, stacks -------------------------------------------------------------------------------------------------
 
 
-def status(args: ParsedArguments, names: Sequence[str]) -> int:
-    here, server = _connect(args)
+def print_cluster_status(args: ParsedArguments, names: Sequence[str]) -> int:
+    here, server = _connect_to_cluster(args)
     if not names:
         jobs = server.list(jobs_path(here))
-        print(json.dumps(jobs, indent=2) if "--json" in args else format_table([*map(_job_row, jobs)], JOB_COLUMNS))
+        print(
+            json.dumps(jobs, indent=2)
+            if "--json" in args
+            else format_table([*map(_cluster_job_row, jobs)], JOB_COLUMNS)
+        )
         return 0
     name = names[0]
-    job = _get_job(server, here, name)
-    pods = _list_pods(server, here, name)
+    job = _get_cluster_job(server, here, name)
+    pods = _list_cluster_pods(server, here, name)
     about = f"involvedObject.kind={KIND},involvedObject.name={name}"
     events = server.list(core_path(here, "events"), fieldSelector=about)
     report: dict[str, Any] = {"job": job, "pods": pods, "events": events}
-    print(json.dumps(report, indent=2) if "--json" in args else describe_job(**report))
+    print(json.dumps(report, indent=2) if "--json" in args else describe_cluster_job(**report))
     return 0
 
 
@@ -172,7 +183,7 @@ POD_COLUMNS = ("POD", "PHASE", "READY", "NODE", "REASON")
 EVENT_COLUMNS = ("TIME", "EVENT", "COUNT", "MESSAGE")
 
 
-def _job_row(job: Json) -> tuple[str, ...]:
+def _cluster_job_row(job: Json) -> tuple[str, ...]:
     state: Json = job.get("status") or {}
     wanted = job["spec"].get("replicas", job["spec"].get("maxReplicas", "-"))
     keys = ("phase", "readyReplicas", "round", "restarts", "goodput")
@@ -180,21 +191,21 @@ def _job_row(job: Json) -> tuple[str, ...]:
     return (job["metadata"]["name"], phase, nodes, str(wanted), *others)
 
 
-def describe_job(job: Json, pods: Sequence[Json], events: Sequence[Json]) -> str:
+def describe_cluster_job(job: Json, pods: Sequence[Json], events: Sequence[Json]) -> str:
     state: Json = job.get("status") or {}
-    lines = [format_table([_job_row(job)], JOB_COLUMNS)]
+    lines = [format_table([_cluster_job_row(job)], JOB_COLUMNS)]
     conditions = [c for c in state.get("conditions", ()) if c["status"] == "True"]
     lines += [f"{c['type']} since {c['lastTransitionTime']}: {c.get('message', '')}" for c in conditions]
     if failure := state.get("lastFailure"):
         lines.append(f"last failure: {failure}")
-    lines += ["", format_table([_pod_row(pod) for pod in pods], POD_COLUMNS)]
+    lines += ["", format_table([_cluster_pod_row(pod) for pod in pods], POD_COLUMNS)]
     if events:
         latest = sorted(events, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime")))[-10:]
         lines += ["", format_table([_cluster_event_row(event) for event in latest], EVENT_COLUMNS)]
     return "\n".join(lines)
 
 
-def _pod_row(pod: Json) -> tuple[str, ...]:
+def _cluster_pod_row(pod: Json) -> tuple[str, ...]:
     state: Json = pod.get("status") or {}
     first: Json = next(iter(state.get("containerStatuses") or ()), {})
     held: Json = next(iter((first.get("state") or {}).values()), {})
@@ -209,30 +220,32 @@ def _cluster_event_row(event: Json) -> tuple[str, ...]:
     return str(when), str(event.get("reason")), str(event.get("count") or 1), str(event.get("message", ""))
 
 
-def _list_pods(server: KubeClient, namespace: str, name: str) -> list[dict[str, Any]]:
+def _list_cluster_pods(server: KubeClient, namespace: str, name: str) -> list[dict[str, Any]]:
     """The job's pods, ordered by slot."""
     found = server.list(core_path(namespace, "pods"), labelSelector=f"{JOB}={name}")
     return sorted(found, key=lambda pod: int(pod["metadata"]["labels"].get(SLOT, -1)))
 
 
-def logs(args: ParsedArguments, names: Sequence[str]) -> int:
+def print_cluster_logs(args: ParsedArguments, names: Sequence[str]) -> int:
     name, follow = names[0], "--follow" in args
     slot = integer("SLOT", names[1], minimum=0, maximum=2**31) if len(names) > 1 else None
     tail = integer("--tail", args.text("--tail", "100"), minimum=0, maximum=MAX_TAIL_LINES)
-    here, server = _connect(args)
+    here, server = _connect_to_cluster(args)
     context = args.text("--context") or None
     followed: dict[str, threading.Thread] = {}
-    job = _get_job(server, here, name)
+    job = _get_cluster_job(server, here, name)
     while True:
-        for pod in _list_pods(server, here, name):
+        for pod in _list_cluster_pods(server, here, name):
             uid, is_wanted = pod["metadata"]["uid"], slot is None or pod["metadata"]["labels"].get(SLOT) == str(slot)
-            if is_wanted and uid not in followed and _has_log(pod):
-                followed[uid] = threading.Thread(target=_print_pod_log, args=(context, pod, tail, follow), daemon=True)
+            if is_wanted and uid not in followed and _cluster_pod_has_log(pod):
+                followed[uid] = threading.Thread(
+                    target=_print_cluster_pod_log, args=(context, pod, tail, follow), daemon=True
+                )
                 followed[uid].start()
         if not follow or (job.get("status") or {}).get("phase") in FINAL_PHASES:
             break
         time.sleep(POLL_INTERVAL_S)
-        job = _get_job(server, here, name)
+        job = _get_cluster_job(server, here, name)
     if not followed:
         which = f"no pod of slot {slot}" if slot is not None else "no pod"
         raise RipstopError(f"{which} of {here}/{name} has written output yet; see `ripstop kube status {name}`")
@@ -241,16 +254,16 @@ def logs(args: ParsedArguments, names: Sequence[str]) -> int:
     return 0
 
 
-def _has_log(pod: Json) -> bool:
+def _cluster_pod_has_log(pod: Json) -> bool:
     first: Json = next(iter((pod.get("status") or {}).get("containerStatuses") or ()), {})
     return not (first.get("state") or {"waiting": {}}).keys() & {"waiting"}
 
 
-def _print_pod_log(context: str | None, pod: Json, tail: int, follow: bool) -> None:
+def _print_cluster_pod_log(context: str | None, pod: Json, tail: int, follow: bool) -> None:
     """A line is one write, so lines of several pods are not mixed."""
     name, where = pod["metadata"]["name"], pod["metadata"]["namespace"]
     try:
-        for line in PodClient(context).log(where, name, _trainer_container_name(pod), tail=tail, follow=follow):
+        for line in PodClient(context).log(where, name, trainer_container_name(pod), tail=tail, follow=follow):
             sys.stdout.write(f"[{name}] {line}\n")
             sys.stdout.flush()
     except BrokenPipeError:
@@ -259,28 +272,26 @@ def _print_pod_log(context: str | None, pod: Json, tail: int, follow: bool) -> N
         print(f"ripstop kube logs: error: {error}", file=sys.stderr)
 
 
-def _trainer_container_name(pod: Json) -> str:
-    return str(pod["spec"]["containers"][0]["name"])
-
-
-def stacks(args: ParsedArguments, names: Sequence[str]) -> int:
+def print_cluster_stacks(args: ParsedArguments, names: Sequence[str]) -> int:
     """Run `ripstop stacks` in a pod, which has the coordinator's address and the job's secret."""
     name, ranks = names[0], [str(integer("RANK", rank, minimum=0, maximum=2**31)) for rank in names[1:]]
-    here, server = _connect(args)
-    _get_job(server, here, name)
-    running = [pod for pod in _list_pods(server, here, name) if (pod.get("status") or {}).get("phase") == "Running"]
+    here, server = _connect_to_cluster(args)
+    _get_cluster_job(server, here, name)
+    running = [
+        pod for pod in _list_cluster_pods(server, here, name) if (pod.get("status") or {}).get("phase") == "Running"
+    ]
     if not running:
         raise RipstopError(f"no pod of {here}/{name} is running; see `ripstop kube status {name}`")
     pod = running[0]
-    command = [*ripstop_command(pod), "stacks", *ranks]
+    command = [*ripstop_command_on_cluster(pod), "stacks", *ranks]
     client = PodClient(args.text("--context") or None)
-    code, out, err = client.execute(here, pod["metadata"]["name"], _trainer_container_name(pod), command)
+    code, out, err = client.execute(here, pod["metadata"]["name"], trainer_container_name(pod), command)
     sys.stdout.write(out)
     sys.stderr.write(err)
     return code
 
 
-def ripstop_command(pod: Json) -> list[str]:
+def ripstop_command_on_cluster(pod: Json) -> list[str]:
     """How to call ripstop in a pod: as the pod's own command does, since it may not be on PATH."""
     trainer = pod["spec"]["containers"][0]
     command = [*(trainer.get("command") or ()), *(trainer.get("args") or ())]
@@ -291,34 +302,34 @@ def ripstop_command(pod: Json) -> list[str]:
 # the operator ---------------------------------------------------------------------------------------------------------
 
 
-def install(args: ParsedArguments, _: Sequence[str]) -> int:
+def install_on_cluster(args: ParsedArguments, _: Sequence[str]) -> int:
     """Create or update the operator's objects, and wait until the operator runs."""
     image, home = args.text("--image", deploy.IMAGE), args.text("--namespace", HOME)
     timeout = integer("--timeout", args.text("--timeout", str(INSTALL_TIMEOUT_S)), minimum=0, maximum=MAX_TIMEOUT_S)
     if "--dry-run" in args:
         print(to_yaml(deploy.objects(image, home)), end="")
         return 0
-    _require_packages("kubernetes")
+    _require_cluster_packages("kubernetes")
     server = KubeClient(args.text("--context") or None)
     for item in deploy.objects(image, home, rules=supports_rules(server.get("/version"))):
         kind, name = item["kind"], item["metadata"]["name"]
         try:
-            server.create(_collection_path(item), item)
+            server.create(collection_path(item), item)
             print(f"{kind} {name} created")
         except Conflict:
-            server.patch(f"{_collection_path(item)}/{name}", item)
+            server.patch(f"{collection_path(item)}/{name}", item)
             print(f"{kind} {name} updated")
     if timeout:
-        await_operator(server, item, timeout)
+        await_installed_operator(server, item, timeout)
     return 0
 
 
-def await_operator(server: KubeClient, deployment: Json, timeout: float) -> None:
+def await_installed_operator(server: KubeClient, deployment: Json, timeout: float) -> None:
     """Wait until the latest version of the deployment runs; print what its pods wait for."""
     home, name = deployment["metadata"]["namespace"], deployment["metadata"]["name"]
     selector = ",".join(f"{key}={value}" for key, value in deployment["spec"]["selector"]["matchLabels"].items())
     deadline, printed = time.monotonic() + timeout, ""
-    while not is_rolled_out(current := server.get(f"{_collection_path(deployment)}/{name}")):
+    while not deploy.is_rolled_out(current := server.get(f"{collection_path(deployment)}/{name}")):
         pods = server.list(core_path(home, "pods"), labelSelector=selector)
         why = next(filter(None, map(waiting_reason, pods)), "its pod is not ready yet")
         if why != printed:
@@ -333,26 +344,8 @@ def await_operator(server: KubeClient, deployment: Json, timeout: float) -> None
     print(f"the operator runs: {current['spec']['template']['spec']['containers'][0]['image']}")
 
 
-def is_rolled_out(deployment: Json) -> bool:
-    """Whether all pods of a deployment have its latest version and are available."""
-    state: Json = deployment.get("status") or {}
-    wanted = deployment["spec"]["replicas"]
-    counts = (state.get(each, 0) for each in ("replicas", "updatedReplicas", "availableReplicas"))
-    return state.get("observedGeneration", 0) >= deployment["metadata"]["generation"] and {*counts} == {wanted}
-
-
-def waiting_reason(pod: Json) -> str:
-    """Why a pod does not run, as the cluster reports it; "" if it runs."""
-    state: Json = pod.get("status") or {}
-    held = [(each.get("state") or {}).get("waiting") or {} for each in state.get("containerStatuses") or ()]
-    placed = [each for each in state.get("conditions") or () if (each["type"], each["status"]) == UNSCHEDULED]
-    reasons = [each for each in (*held, *placed) if each.get("reason") and "deletionTimestamp" not in pod["metadata"]]
-    texts = [": ".join(filter(None, (each["reason"], each.get("message")))) for each in reasons]
-    return f"pod {pod['metadata']['name']}: {' '.join(texts[0].split())}" if texts else ""
-
-
-def operate(args: ParsedArguments, _: Sequence[str]) -> int:
-    _require_packages("kubernetes", "kopf")
+def run_cluster_operator(args: ParsedArguments, _: Sequence[str]) -> int:
+    _require_cluster_packages("kubernetes", "kopf")
     from ripstop.kubernetes.job_poller import JobApi
     from ripstop.kubernetes.operator import run_operator
     from ripstop.protocol.secret import api_token
@@ -364,11 +357,3 @@ def operate(args: ParsedArguments, _: Sequence[str]) -> int:
         health=args.text("--health") or None,
     )
     return 0
-
-
-def _collection_path(item: Json) -> str:
-    """The API path of objects of this kind."""
-    version, kind = item["apiVersion"], item["kind"]
-    root = f"/api/{version}" if "/" not in version else f"/apis/{version}"
-    where = "" if kind in CLUSTER_WIDE else f"/namespaces/{item['metadata']['namespace']}"
-    return f"{root}{where}/{kind.lower()}s"

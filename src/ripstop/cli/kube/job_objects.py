@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ripstop.cli.commands.run import FLAGS as RUN_FLAGS
-from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse
+from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse_flags
 from ripstop.cli.options.job import MAX_RESTARTS
 from ripstop.kubernetes import spec
 from ripstop.kubernetes.manifests import KINDS_WITHOUT_OPERATOR, objects_without_operator
@@ -67,16 +67,16 @@ QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
 
 def parse_kube_arguments(argv: Sequence[str], more: Sequence[Flag] = ()) -> ParsedArguments:
     """Parse the command line, without this shell's variables: pods do not have them."""
-    return parse((*OWN_FLAGS, *more, HELP_FLAG, *(flag for flag in RUN_FLAGS if flag.name != "--help")), argv, {})
+    return parse_flags((*OWN_FLAGS, *more, HELP_FLAG, *(flag for flag in RUN_FLAGS if flag.name != "--help")), argv, {})
 
 
 def job_objects(args: ParsedArguments, token: str) -> list[dict[str, Any]]:
     """The objects to create; `token` is the secret of a job that names no Secret."""
     if not args.program or not args.program[0]:
         raise UsageError("no script; write it after the flags: … --image=IMAGE train.py")
-    name = _name(args)
+    name = _kube_job_name(args)
     metadata = {"name": name} | ({"namespace": args.text("--namespace")} if "--namespace" in args else {})
-    fields = _spec(args)
+    fields = _kube_job_spec(args)
     found = spec.read(name, fields)
     if not isinstance(found, Spec):
         raise UsageError("; ".join(f"{problem.where.removeprefix('spec.')} {problem.text}" for problem in found))
@@ -88,47 +88,47 @@ def job_objects(args: ParsedArguments, token: str) -> list[dict[str, Any]]:
     return objects_without_operator(kind, metadata, found, token)
 
 
-def _name(args: ParsedArguments) -> str:
+def _kube_job_name(args: ParsedArguments) -> str:
     if "--name" in args:
         return args.text("--name")
     return args.program[0].rpartition("/")[2].removesuffix(".py").replace("_", "-").replace(".", "-").lower()
 
 
-def _spec(args: ParsedArguments) -> dict[str, Any]:
+def _kube_job_spec(args: ParsedArguments) -> dict[str, Any]:
     for flag in REJECTED_FLAGS:
         if flag in args:
             raise UsageError(f"{flag}: not available on Kubernetes: every pod gets its own settings; leave it out")
     least, most = node_range("--nnodes", args.text("--nnodes", "1"))
     fields: dict[str, Any] = {"minReplicas": least, "maxReplicas": most}
-    fields["replicas"] = _whole(args, "--replicas", least, most, default=most)
+    fields["replicas"] = _job_object_number(args, "--replicas", least, most, default=most)
     if "--spares" in args:
-        fields["spares"] = _whole(args, "--spares", 0, 1000)
-    fields["nprocPerNode"] = _workers_per_pod(args)
-    fields["maxRestarts"] = _whole(args, "--max-restarts", 0, MAX_RESTARTS, default=0)
+        fields["spares"] = _job_object_number(args, "--spares", 0, 1000)
+    fields["nprocPerNode"] = _kube_workers_per_pod(args)
+    fields["maxRestarts"] = _job_object_number(args, "--max-restarts", 0, MAX_RESTARTS, default=0)
     if "--restart-window" in args:
         duration("--restart-window", args.text("--restart-window"))
         fields["restartWindow"] = args.text("--restart-window")
     if "--shutdown-timeout" in args:
-        fields["shutdownTimeout"] = _whole(args, "--shutdown-timeout", 0, 86_400)
+        fields["shutdownTimeout"] = _job_object_number(args, "--shutdown-timeout", 0, 86_400)
     if "--standby" in args:
         fields["standby"] = args.text("--standby")
     if "--standby-until" in args:
         fields["standbyUntil"] = args.text("--standby-until")
     if "--secret-name" in args:
         fields["secretName"] = args.text("--secret-name")
-    if rendezvous := _rendezvous_spec(args):
+    if rendezvous := _kube_job_rendezvous(args):
         fields["rendezvous"] = rendezvous
-    fields["template"] = {"spec": _pod(args)}
+    fields["template"] = {"spec": _kube_job_pod(args)}
     return fields
 
 
-def _whole(args: ParsedArguments, flag: str, least: int, most: int, default: int = 0) -> int:
+def _job_object_number(args: ParsedArguments, flag: str, least: int, most: int, default: int = 0) -> int:
     return integer(flag, args.text(flag, str(default)), minimum=least, maximum=most)
 
 
-def _workers_per_pod(args: ParsedArguments) -> str:
+def _kube_workers_per_pod(args: ParsedArguments) -> str:
     if "--nproc-per-node" not in args:
-        return str(_whole(args, "--gpus", 1, MAX_SLOTS, default=1))
+        return str(_job_object_number(args, "--gpus", 1, MAX_SLOTS, default=1))
     text = args.text("--nproc-per-node")
     if text not in ("auto", "gpu", "cpu"):
         integer(
@@ -137,7 +137,7 @@ def _workers_per_pod(args: ParsedArguments) -> str:
     return text
 
 
-def _rendezvous_spec(args: ParsedArguments) -> dict[str, Any]:
+def _kube_job_rendezvous(args: ParsedArguments) -> dict[str, Any]:
     found: dict[str, Any] = {}
     backend, endpoint = args.text("--rdzv-backend", "c10d"), args.text("--rdzv-endpoint")
     if backend not in ("c10d", "etcd"):
@@ -165,44 +165,44 @@ def _rendezvous_spec(args: ParsedArguments) -> dict[str, Any]:
 # the pod --------------------------------------------------------------------------------------------------------------
 
 
-def _pod(args: ParsedArguments) -> dict[str, Any]:
+def _kube_job_pod(args: ParsedArguments) -> dict[str, Any]:
     if not args.text("--image"):
         raise UsageError("--image is missing; write --image=REGISTRY/NAME:TAG")
     trainer: dict[str, Any] = {
         "name": "trainer",
         "image": args.text("--image"),
-        "command": ["ripstop", "run", *_pod_command_flags(args), *args.program_words()],
+        "command": ["ripstop", "run", *_kube_pod_command_flags(args), *args.program_words()],
     }
     if variables := key_values("--env", args.text("--env")):
         trainer["env"] = [{"name": name, "value": value} for name, value in variables.items()]
-    if resources := _resources(args):
+    if resources := _kube_pod_resources(args):
         trainer["resources"] = resources
     pod: dict[str, Any] = {"containers": [trainer]}
     if "--shared-memory" in args:
         trainer["volumeMounts"] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
-        memory = {"medium": "Memory", "sizeLimit": _quantity(args, "--shared-memory")}
+        memory = {"medium": "Memory", "sizeLimit": _job_object_quantity(args, "--shared-memory")}
         pod["volumes"] = [{"name": "shared-memory", "emptyDir": memory}]
     return pod
 
 
-def _pod_command_flags(args: ParsedArguments) -> list[str]:
+def _kube_pod_command_flags(args: ParsedArguments) -> list[str]:
     """The flags that go into the pod's command."""
     ours = {flag.name for flag in OWN_FLAGS} | {*SPEC_FLAGS}
     flags = [flag for flag in RUN_FLAGS if flag.name in args and flag.name not in ours]
     return [f"{flag.name}={args.text(flag.name, '')}" if flag.metavar else flag.name for flag in flags]
 
 
-def _resources(args: ParsedArguments) -> Mapping[str, Any]:
+def _kube_pod_resources(args: ParsedArguments) -> Mapping[str, Any]:
     limits: dict[str, Any] = {}
     if "--gpus" in args:
-        limits["nvidia.com/gpu"] = _whole(args, "--gpus", 1, MAX_SLOTS)
+        limits["nvidia.com/gpu"] = _job_object_number(args, "--gpus", 1, MAX_SLOTS)
     for flag, resource in (("--cpus", "cpu"), ("--memory", "memory")):
         if flag in args:
-            limits[resource] = _quantity(args, flag)
+            limits[resource] = _job_object_quantity(args, flag)
     return {"limits": limits, "requests": dict(limits)} if limits else {}
 
 
-def _quantity(args: ParsedArguments, flag: str) -> str:
+def _job_object_quantity(args: ParsedArguments, flag: str) -> str:
     text = args.text(flag)
     if not QUANTITY.fullmatch(text):
         raise UsageError(f"{flag}={text}: not a Kubernetes quantity; write 8, 500m or 64Gi")

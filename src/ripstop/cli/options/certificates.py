@@ -17,7 +17,7 @@ def certificates(name: str, conf: Mapping[str, str], notes: list[str]) -> Tls | 
     return found
 
 
-def no_secret_warning(endpoint: object, tls: Tls | None) -> list[str]:
+def no_secret_or_certificates_warning(endpoint: object, tls: Tls | None) -> list[str]:
     """A warning that anyone can join the job; none if certificates are required."""
     if tls is not None and tls.ca is not None:
         return []

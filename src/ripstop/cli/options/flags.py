@@ -31,6 +31,11 @@ class Flag(Struct, frozen=True):
     ours: bool = False
 
     @property
+    def forms(self) -> tuple[str, ...]:
+        """Its short form, if it has one, and its name."""
+        return tuple(filter(None, (self.short, self.name)))
+
+    @property
     def variable(self) -> str:
         return "PET_" + self.name.removeprefix("--").replace("-", "_").upper()
 
@@ -86,8 +91,8 @@ def note_unused_flags(args: ParsedArguments, flags: Sequence[str], why: str, not
     notes.extend(f"{args.label(flag)} has no effect {why}" for flag in flags if flag in args)
 
 
-def parse(flags: Sequence[Flag], argv: Sequence[str], environ: Mapping[str, str]) -> ParsedArguments:
-    texts, program = _split(flags, argv)
+def parse_flags(flags: Sequence[Flag], argv: Sequence[str], environ: Mapping[str, str]) -> ParsedArguments:
+    texts, program = _split_flags(flags, argv)
     sources: dict[str, str] = {}
     switched_off: set[str] = set()
     for flag in flags:
@@ -108,14 +113,14 @@ def parse_mixed(flags: Sequence[Flag], argv: Sequence[str]) -> tuple[ParsedArgum
     positional: list[str] = []
     rest = tuple(argv)
     while rest:
-        args = parse(flags, rest, {})
+        args = parse_flags(flags, rest, {})
         texts |= args.texts
         positional += args.program[:1]
         rest = args.program[1:]
     return ParsedArguments(texts, {}, ()), tuple(positional)
 
 
-def _split(flags: Sequence[Flag], argv: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+def _split_flags(flags: Sequence[Flag], argv: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     texts: dict[str, str] = {}
     rest = list(argv)
     while rest:
@@ -124,7 +129,7 @@ def _split(flags: Sequence[Flag], argv: Sequence[str]) -> tuple[dict[str, str], 
             return texts, tuple(rest)
         if not argument.startswith("-") or argument == "-":
             return texts, (argument, *(rest[1:] if rest[:1] == ["--"] else rest))
-        flag, value = _match(flags, argument)
+        flag, value = _match_flag(flags, argument)
         if not flag.metavar and value is not None:
             raise UsageError(f"{argument}: {flag.name} takes no value; write {flag.name} alone")
         if flag.metavar and value is None:
@@ -135,12 +140,12 @@ def _split(flags: Sequence[Flag], argv: Sequence[str]) -> tuple[dict[str, str], 
     return texts, ()
 
 
-def _match(flags: Sequence[Flag], argument: str) -> tuple[Flag, str | None]:
+def _match_flag(flags: Sequence[Flag], argument: str) -> tuple[Flag, str | None]:
     if not argument.startswith("--"):
         for flag in flags:
             if flag.short and argument.startswith(flag.short) and (flag.metavar or argument == flag.short):
                 return flag, argument.removeprefix(flag.short).removeprefix("=") or None
-        raise _unknown(flags, argument)
+        raise _unknown_flag(flags, argument)
     name, equals, value = argument.partition("=")
     name = name.replace("_", "-")
     by_prefix = [flag for flag in flags if flag.name.startswith(name)]
@@ -150,11 +155,11 @@ def _match(flags: Sequence[Flag], argument: str) -> tuple[Flag, str | None]:
         case [flag]:
             return flag, value if equals else None
         case []:
-            raise _unknown(flags, argument)
+            raise _unknown_flag(flags, argument)
     raise UsageError(f"{argument}: ambiguous: {' or '.join(flag.name for flag in matching)}; write the flag in full")
 
 
-def _unknown(flags: Iterable[Flag], argument: str) -> UsageError:
+def _unknown_flag(flags: Iterable[Flag], argument: str) -> UsageError:
     from difflib import get_close_matches  # slow to import, and only needed after a mistake
 
     name = argument.partition("=")[0].replace("_", "-")

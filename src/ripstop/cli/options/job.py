@@ -40,3 +40,10 @@ def budget(args: ParsedArguments, notes: list[str]) -> Budget:
             *args.labelled("--max-infra-restarts", str(default.max_infra_restarts)), minimum=0, maximum=MAX_RESTARTS
         ),
     )
+
+
+def allow_chaos(args: ParsedArguments, notes: list[str]) -> bool:
+    is_allowed = "--allow-chaos" in args
+    if is_allowed:
+        notes.append(f"{args.label('--allow-chaos')}: operators may inject faults into this job (ripstop chaos)")
+    return is_allowed

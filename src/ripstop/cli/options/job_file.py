@@ -19,8 +19,8 @@ COMMAND_LINE_ONLY = frozenset({"--help", "--config", "--dry-run"})
 def with_job_file(args: ParsedArguments, flags: Sequence[Flag]) -> ParsedArguments:
     """Add the values of the file of `--config` (rule 1)."""
     name = args.text("--config")
-    job = _load(args.quoted("--config"), name)
-    program = _program(name, job)
+    job = _load_job_file(args.quoted("--config"), name)
+    program = _job_file_program(name, job)
     known = {flag.name: flag for flag in flags if flag.name not in COMMAND_LINE_ONLY}
     texts: dict[str, str] = {}
     for key, value in job.items():
@@ -28,15 +28,15 @@ def with_job_file(args: ParsedArguments, flags: Sequence[Flag]) -> ParsedArgumen
         if flag_name in COMMAND_LINE_ONLY:
             raise UsageError(f"{name} {key}: allowed only on the command line; remove it")
         if (flag := known.get(flag_name)) is None:
-            raise _unknown(name, key, list(known))
+            raise _unknown_job_file_key(name, key, list(known))
         if flag.name in texts:
             raise UsageError(f"{name} {key}: given twice, with dashes and with underscores; remove one")
-        if (text := _text(f"{name} {key}", flag, value)) is not None:
+        if (text := _job_file_text(f"{name} {key}", flag, value)) is not None:
             texts[flag.name] = text
     return args.with_defaults(texts, name, program)
 
 
-def _load(label: str, name: str) -> dict[str, Any]:
+def _load_job_file(label: str, name: str) -> dict[str, Any]:
     import tomllib
 
     try:
@@ -46,7 +46,7 @@ def _load(label: str, name: str) -> dict[str, Any]:
         raise UsageError(f"{label}: cannot be read: {why}; name a TOML file, with lines such as nnodes = 2") from None
 
 
-def _program(name: str, job: dict[str, Any]) -> tuple[str, ...]:
+def _job_file_program(name: str, job: dict[str, Any]) -> tuple[str, ...]:
     script, args = job.pop("script", None), job.pop("args", None)
     if script is None:
         if args is not None:
@@ -59,7 +59,7 @@ def _program(name: str, job: dict[str, Any]) -> tuple[str, ...]:
     return (script, *(args or ()))
 
 
-def _text(label: str, flag: Flag, value: Any) -> str | None:
+def _job_file_text(label: str, flag: Flag, value: Any) -> str | None:
     """The value as on the command line; None for a switch that is off."""
     if not flag.metavar:
         if not isinstance(value, bool):
@@ -68,13 +68,13 @@ def _text(label: str, flag: Flag, value: Any) -> str | None:
     match value:
         case list() if flag.metavar.endswith(",…"):
             double = flag.metavar == "WORD,…"  # a comma inside a word is doubled
-            return ",".join(_scalar(label, item).replace(",", ",," if double else ",") for item in value)
+            return ",".join(_job_file_scalar(label, item).replace(",", ",," if double else ",") for item in value)
         case dict() if flag.metavar.startswith("KEY=VALUE"):
-            return ",".join(f"{key}={_scalar(label, item)}" for key, item in value.items())
-    return _scalar(label, value)
+            return ",".join(f"{key}={_job_file_scalar(label, item)}" for key, item in value.items())
+    return _job_file_scalar(label, value)
 
 
-def _scalar(label: str, value: Any) -> str:
+def _job_file_scalar(label: str, value: Any) -> str:
     match value:
         case bool():
             return str(value).lower()
@@ -83,7 +83,7 @@ def _scalar(label: str, value: Any) -> str:
     raise UsageError(f"{label}={value}: a {type(value).__name__} is not allowed here; write a string or a number")
 
 
-def _unknown(name: str, key: str, known: list[str]) -> UsageError:
+def _unknown_job_file_key(name: str, key: str, known: list[str]) -> UsageError:
     from difflib import get_close_matches
 
     close = get_close_matches(f"--{key}", known, n=1)

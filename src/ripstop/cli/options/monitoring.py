@@ -1,4 +1,4 @@
-"""The flags about monitoring: health checks, hangs, stragglers, API, probes, torch's timers, messages and chaos."""
+"""The flags about monitoring: health checks, hangs, stragglers, API, probes, torch's timers and messages."""
 
 import os
 from collections.abc import Mapping
@@ -27,11 +27,11 @@ def health(args: ParsedArguments, conf_name: str, conf: Mapping[str, str], *, al
     if "--health-interval" in args:
         found = replace(found, interval=duration(*args.labelled("--health-interval"), positive=True))
     if "--health-check" in args:
-        found = replace(found, command=_parse_command(*args.labelled("--health-check")))
+        found = replace(found, command=_parse_health_check(*args.labelled("--health-check")))
     return found
 
 
-def _parse_command(name: str, text: str) -> tuple[str, ...]:
+def _parse_health_check(name: str, text: str) -> tuple[str, ...]:
     import shlex  # rarely needed
     import shutil
 
@@ -131,10 +131,3 @@ def timer_pipe(environ: Mapping[str, str], notes: list[str]) -> Path | None:
 
 def notify_url(args: ParsedArguments) -> str:
     return webhook_url(*args.labelled("--notify-url")) if "--notify-url" in args else ""
-
-
-def allow_chaos(args: ParsedArguments, notes: list[str]) -> bool:
-    is_allowed = "--allow-chaos" in args
-    if is_allowed:
-        notes.append(f"{args.label('--allow-chaos')}: operators may inject faults into this job (ripstop chaos)")
-    return is_allowed

@@ -20,7 +20,7 @@ def logs(args: ParsedArguments, environ: Mapping[str, str], slots: int, notes: l
         directory = None
     if directory is not None and os.path.lexists(directory) and not os.path.isdir(directory):  # noqa: PTH112 (never raises)
         raise UsageError(f"{args.label('--log-dir')}={directory}: exists and is not a directory; name another")
-    redirects, tee = (_stream_map(args, flag, slots, notes, kept=kept) for flag in ("--redirects", "--tee"))
+    redirects, tee = (_output_stream_map(args, flag, slots, notes, kept=kept) for flag in ("--redirects", "--tee"))
     prefix = environ.get(PREFIX_VARIABLE, "")
     if prefix and not any(tee.of(rank) for rank in range(slots)):
         notes.append(f"{PREFIX_VARIABLE} has no effect without --tee: only lines of --tee have a prefix")
@@ -30,15 +30,15 @@ def logs(args: ParsedArguments, environ: Mapping[str, str], slots: int, notes: l
         redirects=redirects,
         tee=tee,
         shown=local_ranks(*shown, slots) if shown[1] else None,
-        stdout_filters=_filters(args, "--duplicate-stdout-filters", OutputStreams.OUT, tee, slots, notes),
-        stderr_filters=_filters(args, "--duplicate-stderr-filters", OutputStreams.ERR, tee, slots, notes),
+        stdout_filters=_output_filters(args, "--duplicate-stdout-filters", OutputStreams.OUT, tee, slots, notes),
+        stderr_filters=_output_filters(args, "--duplicate-stderr-filters", OutputStreams.ERR, tee, slots, notes),
         prefix=prefix or Logs().prefix,
-        specs=_specs(args),
+        specs=_output_logs_specs(args),
         kept=kept,
     )
 
 
-def _stream_map(args: ParsedArguments, flag: str, slots: int, notes: list[str], *, kept: bool) -> StreamMap:
+def _output_stream_map(args: ParsedArguments, flag: str, slots: int, notes: list[str], *, kept: bool) -> StreamMap:
     name = args.label(flag)
     chosen = streams(name, args.text(flag, "0"), slots)
     if kept or not any(chosen.of(rank) for rank in range(slots)):
@@ -47,7 +47,7 @@ def _stream_map(args: ParsedArguments, flag: str, slots: int, notes: list[str], 
     return StreamMap()
 
 
-def _specs(args: ParsedArguments) -> str:
+def _output_logs_specs(args: ParsedArguments) -> str:
     if "--logs-specs" not in args:
         return ""
     from importlib.metadata import entry_points
@@ -60,7 +60,7 @@ def _specs(args: ParsedArguments) -> str:
     return name
 
 
-def _filters(
+def _output_filters(
     args: ParsedArguments, flag: str, stream: OutputStreams, tee: StreamMap, slots: int, notes: list[str]
 ) -> tuple[str, ...]:
     if flag not in args:

@@ -22,18 +22,18 @@ def entrypoint(args: ParsedArguments, environ: Mapping[str, str], notes: list[st
         note_unused_flags(args, ("--module", "--no-python"), "with --run-path: a script is run", notes)
         if environ.get("PYTHON_EXEC"):
             notes.append("PYTHON_EXEC has no effect with --run-path: ripstop's own interpreter runs the script")
-        return Script(_existing(name), tuple(script_args))
+        return Script(_existing_program_file(name), tuple(script_args))
     if "--no-python" in args:
         if "--module" in args:
             raise UsageError("-m and --no-python: a module needs an interpreter; remove one of them")
         if environ.get("PYTHON_EXEC"):
             notes.append("PYTHON_EXEC has no effect with --no-python: no interpreter is started")
-        return Executable((_program("--no-python", name, environ), *script_args))
+        return Executable((_program_on_path("--no-python", name, environ), *script_args))
     if "--module" not in args:
-        _existing(name)
+        _existing_program_file(name)
     if python := environ.get("PYTHON_EXEC"):
         module = ("-m",) if "--module" in args else ()
-        return Executable((_program("PYTHON_EXEC", python, environ), "-u", *module, name, *script_args))
+        return Executable((_program_on_path("PYTHON_EXEC", python, environ), "-u", *module, name, *script_args))
     return Module(name, tuple(script_args)) if "--module" in args else Script(name, tuple(script_args))
 
 
@@ -73,7 +73,7 @@ def preload(args: ParsedArguments, start: StartMethod, notes: list[str]) -> tupl
 def standby(args: ParsedArguments, entry: Entrypoint, start: StartMethod, slots: int, notes: list[str]) -> Standby:
     warm_up = ""
     if "--standby-warmup" in args:
-        warm_up = standby_warm_up(*args.labelled("--standby-warmup"), entry)
+        warm_up = program_standby_warm_up(*args.labelled("--standby-warmup"), entry)
     until = standby_until(*args.labelled("--standby-until", "script"))
     found = standby_workers(*args.labelled("--standby", "off"), Standby(0, False, warm_up, until), entry, start, slots)
     if not found.count:
@@ -81,7 +81,7 @@ def standby(args: ParsedArguments, entry: Entrypoint, start: StartMethod, slots:
     return found
 
 
-def standby_warm_up(name: str, text: str, entry: Entrypoint) -> str:
+def program_standby_warm_up(name: str, text: str, entry: Entrypoint) -> str:
     """The user's function, whose top-level module exists; importing it is the standby's work."""
     module, _, function = text.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), function)):
@@ -96,28 +96,28 @@ def standby_warm_up(name: str, text: str, entry: Entrypoint) -> str:
     return text
 
 
-def shutdown_timeout(args: ParsedArguments, environ: Mapping[str, str]) -> float:
+def program_shutdown_timeout(args: ParsedArguments, environ: Mapping[str, str]) -> float:
     if "--shutdown-timeout" in args:
         return duration(*args.labelled("--shutdown-timeout"))
-    return default_shutdown_timeout(environ)
+    return default_program_shutdown_timeout(environ)
 
 
-def inprocess_timeout(args: ParsedArguments) -> float:
+def program_inprocess_timeout(args: ParsedArguments) -> float:
     return duration(*args.labelled("--inprocess-timeout", "5"))
 
 
-def default_shutdown_timeout(environ: Mapping[str, str]) -> float:
+def default_program_shutdown_timeout(environ: Mapping[str, str]) -> float:
     return duration(SHUTDOWN_VARIABLE, environ.get(SHUTDOWN_VARIABLE) or "30")
 
 
-def _existing(script: str) -> str:
+def _existing_program_file(script: str) -> str:
     if not os.path.exists(script):  # noqa: PTH110 - does not raise on a name too long
         remedy = "give the script's path, -m for a module, or --no-python for an executable"
         raise UsageError(f"{script}: no such file in {Path.cwd()}; {remedy}")
     return script
 
 
-def _program(source: str, name: str, environ: Mapping[str, str]) -> str:
+def _program_on_path(source: str, name: str, environ: Mapping[str, str]) -> str:
     from shutil import which  # slow to import, and rarely needed
 
     if which(name, path=environ.get("PATH")) is None:

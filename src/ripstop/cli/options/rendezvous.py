@@ -46,7 +46,7 @@ def rendezvous_options(
 ) -> RendezvousOptions:
     name = args.label("--rdzv-conf")
     is_host = boolean(f"{name} is_host", conf["is_host"]) if "is_host" in conf else None
-    found = _of_backend(args, min_nodes, max_nodes, notes)
+    found = _rendezvous_options_of_backend(args, min_nodes, max_nodes, notes)
     if found.backend is Backend.COORDINATOR:
         return replace(found, is_host=is_host)
     if is_host is not None:
@@ -59,19 +59,21 @@ def rendezvous_options(
     return found
 
 
-def _of_backend(args: ParsedArguments, min_nodes: int, max_nodes: int, notes: list[str]) -> RendezvousOptions:
-    local_addr = _local_address(args)
+def _rendezvous_options_of_backend(
+    args: ParsedArguments, min_nodes: int, max_nodes: int, notes: list[str]
+) -> RendezvousOptions:
+    local_addr = _rendezvous_local_address(args)
     single_node = RendezvousOptions(Backend.LOCAL, local_addr=local_addr)
     if "--standalone" in args:
         if max_nodes != 1:
             raise UsageError(f"{args.quoted('--nnodes')}: --standalone is for one node; remove one of the two")
         note_unused_flags(args, (*ENDPOINT_FLAGS, *MASTER_FLAGS, "--node-rank"), "with --standalone", notes)
         return single_node
-    node_rank = _node_rank(args, max_nodes)
+    node_rank = _rendezvous_node_rank(args, max_nodes)
     match backend := args.text("--rdzv-backend", "static"):
         case "c10d":
             note_unused_flags(args, MASTER_FLAGS, "with --rdzv-backend=c10d: the endpoint is --rdzv-endpoint", notes)
-            endpoint, successors = _endpoints(args, max_nodes, notes)
+            endpoint, successors = _rendezvous_endpoints(args, max_nodes, notes)
             if endpoint is None:
                 return single_node
             return RendezvousOptions(
@@ -94,10 +96,10 @@ def _of_backend(args: ParsedArguments, min_nodes: int, max_nodes: int, notes: li
     )
 
 
-def handler_options(args: ParsedArguments, notes: list[str]) -> RendezvousOptions:
+def rendezvous_options_of_handler(args: ParsedArguments, notes: list[str]) -> RendezvousOptions:
     why = f"with {args.quoted('--rdzv-backend')}: its handler does the rendezvous"
     note_unused_flags(args, (*MASTER_FLAGS, "--node-rank"), why, notes)
-    return RendezvousOptions(Backend.HANDLER, local_addr=_local_address(args))
+    return RendezvousOptions(Backend.HANDLER, local_addr=_rendezvous_local_address(args))
 
 
 def target_nodes(
@@ -131,7 +133,7 @@ def with_ranking(
     match by:
         case RankBy.SLOT:
             given = rdzv.node_rank if rdzv.node_rank is not None else started_as
-            number = _node_number(name, given, environ, hostname, notes)
+            number = _rendezvous_node_number(name, given, environ, hostname, notes)
             return replace(rdzv, rank_by=by, node_number=number)
         case RankBy.LABEL if "--node-label" not in args:
             raise UsageError(f"{name} rank_by=label: this node has no label; add one such as --node-label=rack7")
@@ -140,7 +142,9 @@ def with_ranking(
     return replace(rdzv, rank_by=by)
 
 
-def _node_number(name: str, given: int | None, environ: Mapping[str, str], hostname: str, notes: list[str]) -> int:
+def _rendezvous_node_number(
+    name: str, given: int | None, environ: Mapping[str, str], hostname: str, notes: list[str]
+) -> int:
     if given is not None:
         return given
     for variable in NODE_NUMBER_VARIABLES:
@@ -155,7 +159,7 @@ def _node_number(name: str, given: int | None, environ: Mapping[str, str], hostn
     )
 
 
-def _local_address(args: ParsedArguments) -> str | None:
+def _rendezvous_local_address(args: ParsedArguments) -> str | None:
     return host(*args.labelled("--local-addr")) if "--local-addr" in args else None
 
 
@@ -193,11 +197,13 @@ def _static_master(
     return master
 
 
-def _endpoints(args: ParsedArguments, max_nodes: int, notes: list[str]) -> tuple[Address | None, tuple[Address, ...]]:
+def _rendezvous_endpoints(
+    args: ParsedArguments, max_nodes: int, notes: list[str]
+) -> tuple[Address | None, tuple[Address, ...]]:
     """The coordinator's address, and all addresses if the nodes elect the coordinator."""
     name, text = args.labelled("--rdzv-endpoint")
     first, *others = text.split(",")
-    endpoint = _endpoint(args, name, first, max_nodes)
+    endpoint = _rendezvous_endpoint(args, name, first, max_nodes)
     if not others:
         return endpoint, ()
     found = tuple(dict.fromkeys(address(name, part, default_port=COORDINATOR_PORT) for part in text.split(",")))
@@ -214,7 +220,7 @@ def _endpoints(args: ParsedArguments, max_nodes: int, notes: list[str]) -> tuple
     return endpoint, found if len(found) > 1 else ()
 
 
-def _endpoint(args: ParsedArguments, name: str, text: str, max_nodes: int) -> Address | None:
+def _rendezvous_endpoint(args: ParsedArguments, name: str, text: str, max_nodes: int) -> Address | None:
     """The coordinator's address; None for a single node that other nodes cannot connect to."""
     if not text:
         if max_nodes == 1:
@@ -245,7 +251,7 @@ def _master(args: ParsedArguments, notes: list[str]) -> Address | None:
     )
 
 
-def _node_rank(args: ParsedArguments, max_nodes: int) -> int | None:
+def _rendezvous_node_rank(args: ParsedArguments, max_nodes: int) -> int | None:
     if "--node-rank" not in args:
         return None
     remedy = f"the ranks of {max_nodes} nodes are 0 to {max_nodes - 1}" if max_nodes > 1 else "a single node's is 0"

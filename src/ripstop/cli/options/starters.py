@@ -30,12 +30,12 @@ def with_starter(
 ) -> tuple[ParsedArguments, Start | None]:
     """The flags with the starter's defaults, and what it said; None if none is named or recognized."""
     name = args.text("--rdzv-backend")
-    if "--standalone" in args or (name not in STARTERS and not _is_slurm(args, environ, notes)):
+    if "--standalone" in args or (name not in STARTERS and not _is_slurm_starter(args, environ, notes)):
         return args, None
     start = STARTERS[name or "slurm"](environ, hostname)
-    _check_node_rank(args, start)
+    _check_starter_node_rank(args, start)
     texts = {"--rdzv-id": start.run_id} if start.run_id else {}
-    texts["--nproc-per-node"] = str(_workers(start, environ))
+    texts["--nproc-per-node"] = str(_starter_workers(start, environ))
     if start.signals:
         texts["--signals-to-handle"] = ",".join((*STOP_SIGNALS, *start.signals))
     if start.nodes > 1:
@@ -53,11 +53,11 @@ def with_starter(
     found = args.with_defaults(texts, f"{start.starter}'s", ())
     replaced = {"--rdzv-backend": "c10d", "--nnodes": _starter_nnodes(args, start, notes)}
     if start.nodes > 1:
-        replaced["--rdzv-conf"] = _conf(args, start)
+        replaced["--rdzv-conf"] = _starter_rdzv_conf(args, start)
     return replace(found, texts={**found.texts, **replaced}), start
 
 
-def _is_slurm(args: ParsedArguments, environ: Mapping[str, str], notes: list[str]) -> bool:
+def _is_slurm_starter(args: ParsedArguments, environ: Mapping[str, str], notes: list[str]) -> bool:
     if any(flag in args for flag in RENDEZVOUS_FLAGS) or environ.get(WORKER_VARIABLE):
         return False
     outside = nodes_without_step(environ)
@@ -82,14 +82,14 @@ def _is_slurm(args: ParsedArguments, environ: Mapping[str, str], notes: list[str
     return not outside
 
 
-def _check_node_rank(args: ParsedArguments, start: Start) -> None:
+def _check_starter_node_rank(args: ParsedArguments, start: Start) -> None:
     if "--node-rank" not in args:
         return
     remedy = f"{start.starter} says that this is node {start.node_number}; leave it out"
     integer(*args.labelled("--node-rank"), minimum=start.node_number, maximum=start.node_number, remedy=remedy)
 
 
-def _workers(start: Start, environ: Mapping[str, str]) -> int:
+def _starter_workers(start: Start, environ: Mapping[str, str]) -> int:
     """One for each GPU that workers may use; one without GPUs."""
     if start.gpus is not None and "CUDA_VISIBLE_DEVICES" not in environ:
         return max(start.gpus, 1)
@@ -115,7 +115,7 @@ def _starter_nnodes(args: ParsedArguments, start: Start, notes: list[str]) -> st
     return f"{least}:{start.nodes}"
 
 
-def _conf(args: ParsedArguments, start: Start) -> str:
+def _starter_rdzv_conf(args: ParsedArguments, start: Start) -> str:
     """--rdzv-conf, with the `is_host` and `rank_by` of this node's number."""
     given = key_values(*args.labelled("--rdzv-conf"))
     if start.node_number and boolean("--rdzv-conf is_host", given.get("is_host", "0")):

@@ -19,7 +19,7 @@ TRACEPARENT = (
 
 def tracing(environ: Mapping[str, str], notes: list[str], *, coordinated: bool = True) -> Tracing | None:
     """None: no traces.  `coordinated`: the job has a coordinator, which is the process that sends traces."""
-    name, endpoint = _setting(environ, "ENDPOINT")
+    name, endpoint = _tracing_setting(environ, "ENDPOINT")
     if not endpoint:
         return None
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
@@ -30,26 +30,26 @@ def tracing(environ: Mapping[str, str], notes: list[str], *, coordinated: bool =
     problem = ""
     if not coordinated:
         problem = f"{name} has no effect with another package's rendezvous handler"
-    elif _setting(environ, "PROTOCOL")[1].strip() == "grpc":
+    elif _tracing_setting(environ, "PROTOCOL")[1].strip() == "grpc":
         remedy = f"{OTLP}TRACES_ENDPOINT=http://HOST:4318/v1/traces and {OTLP}TRACES_PROTOCOL=http/protobuf"
-        problem = f"{_setting(environ, 'PROTOCOL')[0]}=grpc: ripstop sends spans over HTTP; write {remedy}"
-    elif not _is_installed():
+        problem = f"{_tracing_setting(environ, 'PROTOCOL')[0]}=grpc: ripstop sends spans over HTTP; write {remedy}"
+    elif not _is_tracing_installed():
         problem = f"{name} is set, but OpenTelemetry's SDK is not installed; run `pip install ripstop[tracing]`"
     elif traceparent and not int(traceparent["flags"], 16) & 1:
         problem = f"TRACEPARENT={traceparent[0]}: its trace is not sampled (the last bit is 0)"
     if problem:
         notes.append(f"{problem}; the job runs without traces")
         return None
-    return Tracing(_without_secrets(endpoint), _parent(environ, traceparent, notes))
+    return Tracing(_tracing_endpoint_without_secrets(endpoint), _tracing_parent(environ, traceparent, notes))
 
 
-def _setting(environ: Mapping[str, str], setting: str) -> tuple[str, str]:
+def _tracing_setting(environ: Mapping[str, str], setting: str) -> tuple[str, str]:
     """The name and the value of the variable for traces, else of the one for all signals."""
     own, common = f"{OTLP}TRACES_{setting}", f"{OTLP}{setting}"
     return (own, environ[own]) if environ.get(own) else (common, environ.get(common, ""))
 
 
-def _is_installed() -> bool:
+def _is_tracing_installed() -> bool:
     from importlib.util import find_spec
 
     try:
@@ -58,7 +58,7 @@ def _is_installed() -> bool:
         return False
 
 
-def _without_secrets(endpoint: str) -> str:
+def _tracing_endpoint_without_secrets(endpoint: str) -> str:
     """The address for log lines: users, passwords and query strings are left out."""
     from urllib.parse import urlsplit
 
@@ -69,7 +69,9 @@ def _without_secrets(endpoint: str) -> str:
         return "the collector"
 
 
-def _parent(environ: Mapping[str, str], traceparent: re.Match[str] | None, notes: list[str]) -> tuple[str, str] | None:
+def _tracing_parent(
+    environ: Mapping[str, str], traceparent: re.Match[str] | None, notes: list[str]
+) -> tuple[str, str] | None:
     """The ids of the trace and the span of a W3C `traceparent`.  Versions after the first may have more fields."""
     text = environ.get("TRACEPARENT", "")
     if not text:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from shlex import join, quote
 
 from ripstop.cli.commands.run import FLAGS as RUN_FLAGS
-from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse
+from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse_flags
 from ripstop.model.config import MAX_SLOTS
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import duration, identifier, integer, node_range
@@ -57,9 +57,9 @@ exit "${code:-0}\""""
 SECRET = "export RIPSTOP_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')  # the job's secret, new in every run"
 
 
-def parse_slurm_arguments(argv: Sequence[str]) -> ParsedArguments:
+def parse_job_script_arguments(argv: Sequence[str]) -> ParsedArguments:
     """Parse the command line, without this shell's variables: sbatch passes them on itself."""
-    return parse((*OWN_FLAGS, HELP_FLAG, *(flag for flag in RUN_FLAGS if flag.name != "--help")), argv, {})
+    return parse_flags((*OWN_FLAGS, HELP_FLAG, *(flag for flag in RUN_FLAGS if flag.name != "--help")), argv, {})
 
 
 def job_script(args: ParsedArguments) -> str:
@@ -101,7 +101,7 @@ def _sbatch_options(args: ParsedArguments, least: int, most: int) -> list[str]:
     elif "--cpus" not in args:
         options.append("--mem=0")  # all of it
     if "--drain" in args:
-        options.append(_signal_option(args))
+        options.append(_sbatch_signal_option(args))
     if least < most:
         options.append("--no-kill")
     if "--requeue" in args:
@@ -139,7 +139,7 @@ def _sbatch_text(args: ParsedArguments, flag: str, pattern: re.Pattern[str], for
     return text
 
 
-def _signal_option(args: ParsedArguments) -> str:
+def _sbatch_signal_option(args: ParsedArguments) -> str:
     seconds = duration("--drain", args.text("--drain"), positive=True)
     if not 1 <= seconds <= MAX_DRAIN_S:
         raise UsageError(f"--drain={args.text('--drain')}: sbatch allows 1 to {MAX_DRAIN_S} seconds; write --drain=2m")

@@ -11,10 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ripstop.cli.commands.events import render_event
-from ripstop.cli.event_stream import event_identity, follow_events
+from ripstop.cli.event_stream import follow_events, render_streamed_event, streamed_event_identity
 from ripstop.cli.job_client import RunningJob
-from ripstop.cli.top.job_view import JobView, RankState, view
+from ripstop.cli.top.job_view import JobView, RankState, job_view
 from ripstop.model.errors import RipstopError
 
 READ_INTERVAL_S = 1.0
@@ -50,7 +49,7 @@ class JobReader:
         with self._lock:
             more = {"problem": self._problem, "outcome": self._outcome}
             lists = {"rounds": tuple(self._rounds), "events": tuple(self._events)}
-            return view(self._status, self._usage, dict(self._flags), **more, **lists)
+            return job_view(self._status, self._usage, dict(self._flags), **more, **lists)
 
     def _follow(self) -> None:
         while not self._outcome:
@@ -84,13 +83,13 @@ class JobReader:
             time.sleep(RETRY_S)
 
     def _take(self, event: dict[str, Any]) -> None:
-        key = event_identity(event)
+        key = streamed_event_identity(event)
         if key in self._seen:
             return
         self._seen[key] = None
         if len(self._seen) > MAX_SEEN:
             del self._seen[next(iter(self._seen))]
-        if event["kind"] != "checkpoint_saved" and (line := render_event(event)):  # the header has its age
+        if event["kind"] != "checkpoint_saved" and (line := render_streamed_event(event)):  # the header has its age
             self._events.append(line.lstrip().partition(" ")[2])  # without the number
         match event["kind"]:
             case "round_formed":

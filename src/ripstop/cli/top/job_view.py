@@ -66,7 +66,7 @@ class JobView(Struct, frozen=True):
     events: tuple[str, ...] = ()
 
 
-def view(status: dict[str, Any], usage: dict[str, Any] | None, flags: dict[int, RankState], **more: Any) -> JobView:
+def job_view(status: dict[str, Any], usage: dict[str, Any] | None, flags: dict[int, RankState], **more: Any) -> JobView:
     """Combine the replies; `flags` are the states of ranks that events of this round report."""
     columns = usage["ranks"] if usage is not None and usage["round"] == status["round"] else None
     at = {rank: index for index, rank in enumerate(columns["rank"])} if columns else {}
@@ -102,7 +102,7 @@ def _rank_state(node: str, pid: int | None, used: dict[str, Any], median: float 
     return RankState.RUNNING
 
 
-def verdict(job: JobView) -> tuple[Level, str]:
+def job_view_verdict(job: JobView) -> tuple[Level, str]:
     """Whether the job is fine, in one line."""
     status = job.status
     if job.outcome:

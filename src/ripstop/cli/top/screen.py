@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ripstop.cli.top.job_view import SEVERITY, JobView, Level, Rank, RankState, verdict
+from ripstop.cli.top.job_view import SEVERITY, JobView, Level, Rank, RankState, job_view_verdict
 from ripstop.model.text_formatting import format_bytes, one_line
 
 MAX_GRID_LINES = 6
@@ -59,16 +59,19 @@ CELLS = {
 }
 
 
-def _sort_value(value: float | None) -> float:
+def _screen_sort_value(value: float | None) -> float:
     return float("-inf") if value is None else value
 
 
 SORTS: dict[str, Callable[[Rank], Any]] = {
     "rank": lambda rank: rank.rank,
     "state": lambda rank: (SEVERITY[rank.state], rank.rank),
-    "step time": lambda rank: (-_sort_value(rank.step_time if rank.own_time is None else rank.own_time), rank.rank),
-    "heartbeat": lambda rank: (-_sort_value(rank.age), rank.rank),
-    "memory": lambda rank: (-_sort_value(rank.memory), rank.rank),
+    "step time": lambda rank: (
+        -_screen_sort_value(rank.step_time if rank.own_time is None else rank.own_time),
+        rank.rank,
+    ),
+    "heartbeat": lambda rank: (-_screen_sort_value(rank.age), rank.rank),
+    "memory": lambda rank: (-_screen_sort_value(rank.memory), rank.rank),
 }
 
 
@@ -80,13 +83,13 @@ class Selection(Struct):
     filter: str = ""
 
 
-def rows(job: JobView, chosen: Selection) -> list[Rank]:
+def screen_rows(job: JobView, chosen: Selection) -> list[Rank]:
     """The ranks of the table, filtered and sorted."""
-    tests = [_filter_test(word) for word in chosen.filter.lower().split()]
+    tests = [_screen_filter_test(word) for word in chosen.filter.lower().split()]
     return sorted((rank for rank in job.ranks if all(test(rank) for test in tests)), key=SORTS[chosen.sort])
 
 
-def _filter_test(word: str) -> Callable[[Rank], bool]:
+def _screen_filter_test(word: str) -> Callable[[Rank], bool]:
     first, dash, last = word.partition("-")
     if first.isdecimal() and last.isdecimal():
         return lambda rank: int(first) <= rank.rank <= int(last)
@@ -95,40 +98,40 @@ def _filter_test(word: str) -> Callable[[Rank], bool]:
     return lambda rank: word in rank.node.lower() or word in rank.host.lower() or rank.state.startswith(word)
 
 
-def overview(job: JobView, chosen: Selection, width: int, height: int) -> list[Line]:
+def overview_screen(job: JobView, chosen: Selection, width: int, height: int) -> list[Line]:
     """The main screen: header, verdict, grid, table, rounds, events, keys."""
-    found = rows(job, chosen)
-    top = [*_header(job), *_grid(job.ranks, width), _note(job, found, chosen)]
+    found = screen_rows(job, chosen)
+    top = [*_screen_header(job), *_screen_grid(job.ranks, width), _screen_note(job, found, chosen)]
     left = height - len(top) - 1  # the keys
     rounds = list(job.rounds[-2:]) if left >= 12 else []
     fixed = len(rounds) + (1 if rounds else 0) + 1  # their titles
-    table = _table(found, chosen, width, max(3, min(len(found) + 1, left - fixed - MIN_EVENTS)))
+    table = _screen_table(found, chosen, width, max(3, min(len(found) + 1, left - fixed - MIN_EVENTS)))
     events = job.events[-max(MIN_EVENTS, left - fixed - len(table)) :]
     bottom: list[Line] = [[("ROUNDS", Style.DIM)], *([(text, Style.PLAIN)] for text in rounds)] if rounds else []
-    bottom += [[("EVENTS", Style.DIM)], *([(_event(text, width), Style.PLAIN)] for text in events)]
-    return [*fit([*top, *table, *bottom], width, height - 1), [(KEYS[:width], Style.DIM)]]
+    bottom += [[("EVENTS", Style.DIM)], *([(_screen_event(text, width), Style.PLAIN)] for text in events)]
+    return [*fit_to_screen([*top, *table, *bottom], width, height - 1), [(KEYS[:width], Style.DIM)]]
 
 
-def _event(text: str, width: int) -> str:
+def _screen_event(text: str, width: int) -> str:
     """`12:34:56.789 node: text`; on a narrow screen without milliseconds."""
     return text if width >= 100 else text[:8] + text[12:]
 
 
-def _note(job: JobView, found: list[Rank], chosen: Selection) -> Line:
+def _screen_note(job: JobView, found: list[Rank], chosen: Selection) -> Line:
     matching = f"  filter {chosen.filter!r}: {len(found)} of {len(job.ranks)}" if chosen.filter else ""
     return [(f"sorted by {chosen.sort}{matching}", Style.DIM)]
 
 
-def _header(job: JobView) -> list[Line]:
+def _screen_header(job: JobView) -> list[Line]:
     status = job.status
     members = sum(node["first_rank"] >= 0 for node in status["nodes"])
     rate = f"{1 / job.median:.3g} steps/s" if job.median else "no steps"
     goodput = "-" if status["goodput"] is None else f"{status['goodput']:.0%}"
-    saved = f"checkpoint {duration(float(int(job.checkpoint[1])))} ago" if job.checkpoint else "no checkpoint"
+    saved = f"checkpoint {screen_duration(float(int(job.checkpoint[1])))} ago" if job.checkpoint else "no checkpoint"
     left = max(0, status["max_restarts"] - status["charged"])
     size = f"{status['world_size']} ranks on {members} nodes"
-    phase = f"{status['phase']} {duration(status['seconds'])}  round {status['round']}  {size}"
-    level, text = verdict(job)
+    phase = f"{status['phase']} {screen_duration(status['seconds'])}  round {status['round']}  {size}"
+    level, text = job_view_verdict(job)
     return [
         [(f"{status['run_id']}  ", Style.BOLD), (phase, Style.PLAIN)],
         [(f"goodput {goodput}  {rate}  {saved}  {left} of {status['max_restarts']} restarts left", Style.PLAIN)],
@@ -136,7 +139,7 @@ def _header(job: JobView) -> list[Line]:
     ]
 
 
-def _grid(ranks: tuple[Rank, ...], width: int) -> list[Line]:
+def _screen_grid(ranks: tuple[Rank, ...], width: int) -> list[Line]:
     """One character a rank; with too many ranks, one for the worst of several."""
     if not ranks:
         return []
@@ -156,10 +159,10 @@ def _grid(ranks: tuple[Rank, ...], width: int) -> list[Line]:
             legend += [(CELLS[state][0], CELLS[state][1]), (f" {state} {counts[state]}  ", Style.PLAIN)]
     if per_cell > 1:
         legend.append((f"1 character = {per_cell} ranks", Style.DIM))
-    return [legend, *(_merge(cells[i : i + width]) for i in range(0, len(cells), width))]
+    return [legend, *(_merged_screen_line(cells[i : i + width]) for i in range(0, len(cells), width))]
 
 
-def _merge(spans: Iterable[Span]) -> Line:
+def _merged_screen_line(spans: Iterable[Span]) -> Line:
     line: Line = []
     for text, style in spans:
         if line and line[-1][1] is style:
@@ -169,7 +172,7 @@ def _merge(spans: Iterable[Span]) -> Line:
     return line
 
 
-def _table(found: list[Rank], chosen: Selection, width: int, height: int) -> list[Line]:
+def _screen_table(found: list[Rank], chosen: Selection, width: int, height: int) -> list[Line]:
     wide = width >= 100
     longest = max((len(rank.node) for rank in found[:500]), default=0)
     name = max(4, min(longest, width - (70 if wide else 58)))
@@ -181,10 +184,10 @@ def _table(found: list[Rank], chosen: Selection, width: int, height: int) -> lis
     start = max(0, min(at - room // 2, len(found) - room))
     for index, rank in enumerate(found[start : start + room], start):
         step = "-" if rank.step is None else str(rank.step)
-        age = "-" if rank.age is None else duration(rank.age)
+        age = "-" if rank.age is None else screen_duration(rank.age)
         memory = "-" if rank.memory is None else format_bytes(rank.memory)
         own_time = rank.step_time if rank.own_time is None else rank.own_time
-        step_time = "-" if own_time is None else duration(own_time)
+        step_time = "-" if own_time is None else screen_duration(own_time)
         text = (
             f"{rank.rank:>6} {rank.node[:name]:<{name}} {rank.state:<9} {step:>9} {step_time:>9} {age:>7} {memory:>9}"
         )
@@ -197,23 +200,23 @@ def _table(found: list[Rank], chosen: Selection, width: int, height: int) -> lis
     return lines
 
 
-def text_view(title: str, text: list[str], first: int | None, width: int, height: int) -> list[Line]:
+def text_screen(title: str, text: list[str], first: int | None, width: int, height: int) -> list[Line]:
     """A scrolled text; `first` is its first line on the screen, None: the end is shown."""
     room = max(1, height - 2)
     start = max(0, len(text) - room) if first is None else max(0, min(first, len(text) - room))
     shown: list[Line] = [[(line, Style.PLAIN)] for line in text[start : start + room]]
     where = f"lines {start + 1}-{start + len(shown)} of {len(text)}" if text else "empty"
     keys = f"{where}  up, down, PgUp, PgDn, Home, End  Escape back"
-    return [*fit([[(title, Style.BOLD)], *shown], width, height - 1), [(keys[:width], Style.DIM)]]
+    return [*fit_to_screen([[(title, Style.BOLD)], *shown], width, height - 1), [(keys[:width], Style.DIM)]]
 
 
-def fit(lines: list[Line], width: int, height: int) -> list[Line]:
+def fit_to_screen(lines: list[Line], width: int, height: int) -> list[Line]:
     """Exactly `height` lines, none longer than the width."""
-    found = [_cut(line, width) for line in lines[:height]]
+    found = [_cut_screen_line(line, width) for line in lines[:height]]
     return found + [[] for _ in range(height - len(found))]
 
 
-def _cut(line: Line, width: int) -> Line:
+def _cut_screen_line(line: Line, width: int) -> Line:
     cut: Line = []
     for text, style in line:
         if text and width > 0:
@@ -222,12 +225,12 @@ def _cut(line: Line, width: int) -> Line:
     return cut
 
 
-def as_ascii(text: str) -> str:
+def screen_text_as_ascii(text: str) -> str:
     """For a terminal without Unicode."""
     return text.replace("■", "=").encode("ascii", "replace").decode()
 
 
-def duration(seconds: float) -> str:
+def screen_duration(seconds: float) -> str:
     if 0 < seconds < 0.0995:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 1:

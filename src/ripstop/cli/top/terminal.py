@@ -10,9 +10,20 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from ripstop.cli.top import screen
 from ripstop.cli.top.job_reader import JobReader
-from ripstop.cli.top.screen import SORTS, Line, Selection, Style
+from ripstop.cli.top.screen import (
+    HELP,
+    MIN_HEIGHT,
+    MIN_WIDTH,
+    SORTS,
+    Line,
+    Selection,
+    Style,
+    overview_screen,
+    screen_rows,
+    screen_text_as_ascii,
+    text_screen,
+)
 from ripstop.model.errors import RipstopError
 from ripstop.model.text_formatting import clean, ranges
 
@@ -49,7 +60,7 @@ class Terminal:
         self._view: TextView | None = None
         self._prompt: Prompt | None = None
         self._message = ""
-        self._styles = _styles()
+        self._styles = _terminal_styles()
         self._running = True
 
     def run(self) -> None:
@@ -73,13 +84,13 @@ class Terminal:
         if (rows, columns) != self._window.getmaxyx():  # resized before curses has noticed it
             curses.resizeterm(rows, columns)
         height, width = self._window.getmaxyx()
-        if height < screen.MIN_HEIGHT or width < screen.MIN_WIDTH:
-            lines: list[Line] = [[(f"at least {screen.MIN_WIDTH}x{screen.MIN_HEIGHT}", Style.PLAIN)]]
+        if height < MIN_HEIGHT or width < MIN_WIDTH:
+            lines: list[Line] = [[(f"at least {MIN_WIDTH}x{MIN_HEIGHT}", Style.PLAIN)]]
         elif self._view is not None:
             self._refresh(self._view)
-            lines = screen.text_view(self._view.title, self._view.lines, self._view.first, width, height)
+            lines = text_screen(self._view.title, self._view.lines, self._view.first, width, height)
         else:
-            lines = screen.overview(self._reader.view(), self._chosen, width, height)
+            lines = overview_screen(self._reader.view(), self._chosen, width, height)
         if self._prompt is not None:
             lines[-1] = [(f"{self._prompt.text} {self._prompt.typed or ''}"[: width - 1], Style.BOLD)]
         elif self._message:
@@ -98,7 +109,7 @@ class Terminal:
 
     def _printable(self, text: str) -> str:
         text = clean(text).replace("\n", " ").replace("\t", "    ")
-        return text if self._window.encoding.lower() in ("utf-8", "utf8") else screen.as_ascii(text)
+        return text if self._window.encoding.lower() in ("utf-8", "utf8") else screen_text_as_ascii(text)
 
     def _refresh(self, view: TextView) -> None:
         if view.refresh is not None and time.monotonic() - view.refreshed_at >= LOG_INTERVAL_S:
@@ -132,7 +143,7 @@ class Terminal:
             ord("S"): self._show_all_stacks,
             ord("d"): self._ask_drain,
             ord("r"): self._ask_restart,
-            ord("?"): lambda: self._open(TextView("keys", screen.HELP.splitlines())),
+            ord("?"): lambda: self._open(TextView("keys", HELP.splitlines())),
             ESCAPE: self._clear_filter,
         }
         if action := actions.get(key):
@@ -180,7 +191,7 @@ class Terminal:
         self._running = False
 
     def _move(self, by: int) -> None:
-        found = screen.rows(self._reader.view(), self._chosen)
+        found = screen_rows(self._reader.view(), self._chosen)
         if found:
             at = next((i for i, rank in enumerate(found) if rank.rank == self._chosen.rank), 0)
             self._chosen.rank = found[max(0, min(len(found) - 1, at + by))].rank
@@ -188,7 +199,7 @@ class Terminal:
     def _next_sort(self) -> None:
         names = list(SORTS)
         self._chosen.sort = names[(names.index(self._chosen.sort) + 1) % len(names)]
-        found = screen.rows(self._reader.view(), self._chosen)
+        found = screen_rows(self._reader.view(), self._chosen)
         self._chosen.rank = found[0].rank if found else 0
 
     def _ask_filter(self) -> None:
@@ -202,7 +213,7 @@ class Terminal:
         self._chosen.filter = ""
 
     def _selected_rank(self) -> int:
-        found = screen.rows(self._reader.view(), self._chosen)
+        found = screen_rows(self._reader.view(), self._chosen)
         if not found:
             raise RipstopError("no rank is selected")
         return next((rank.rank for rank in found if rank.rank == self._chosen.rank), found[0].rank)
@@ -265,7 +276,7 @@ class Terminal:
         self._prompt = Prompt(text, restart)
 
 
-def _styles() -> dict[Style, int]:
+def _terminal_styles() -> dict[Style, int]:
     styles = {
         Style.PLAIN: curses.A_NORMAL,
         Style.DIM: curses.A_DIM,
