@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from ripstop.coordinator import membership
+from ripstop.coordinator.departure import NO_NODE_REMAINS
 from ripstop.coordinator.failure_policy import DIAGNOSIS_TIMEOUT_S, PEER_LOSS_TIMEOUT_S
 from ripstop.coordinator.formation import SETTLE_TIMEOUT_S
 from ripstop.coordinator.job import Job
@@ -459,9 +460,22 @@ def test_a_round_ends_when_all_nodes_have_made_its_final_commit_and_nothing_is_c
     assert job.restarts.used == 0
 
 
-def test_a_node_that_the_job_needs_does_not_wait_for_a_final_commit() -> None:
-    _, commands = leave_with_notice(low=3)
-    assert held(commands) == {"b": 1} and not any(MakeFinalCommit(1) == getattr(c, "message", None) for c in commands)
+def test_the_others_keep_the_final_commit_while_the_job_waits_for_a_node() -> None:
+    job, commands = leave_with_notice(low=3)
+    assert held(commands) == {} and Send("b", MakeFinalCommit(1)) in commands
+    made = FinalCommitMade(1, (FinalCommit("state", 7, needs_copies=False),))
+    assert held([command for node in "abc" for command in receive(job, node, made, 4.0)]) == {"a": 1, "b": 1, "c": 1}
+    receive(job, "b", Left("SIGTERM"), 5.0)
+    for node in "ac":
+        offer_anew(job, node, 6.0)
+    assert assigned(receive(job, "d", join(job, "d"), 7.0)) == {"a": 0, "d": 1, "c": 2}
+    assert job.restarts.used == 0
+
+
+def test_the_only_node_makes_no_final_commit_that_would_be_lost_and_says_so() -> None:
+    job = running("a")
+    commands = receive(job, "a", Leaving("SIGTERM", is_planned=True), 3.0)
+    assert commands == [Send("a", StandBy(1, f"SIGTERM; {NO_NODE_REMAINS}"))]
 
 
 def test_the_final_commit_of_a_job_that_cannot_go_on_is_made_if_it_is_written_to_disk() -> None:
@@ -530,9 +544,11 @@ def test_a_job_that_is_about_to_finish_makes_no_final_commit_and_says_so() -> No
     assert command == Send("b", StandBy(1, why))
 
 
-def test_leaving_nodes_do_not_wait_when_too_few_would_stay() -> None:
-    job, _ = leave_with_notice(low=2)
-    assert held(receive(job, "c", Leaving("SIGTERM", is_planned=True), 3.5)) == {"b": 1, "c": 1}
+def test_leaving_nodes_do_not_wait_when_no_node_remains() -> None:
+    job, _ = leave_with_notice()
+    leaving = Leaving("SIGTERM", is_planned=True)
+    assert held(receive(job, "c", leaving, 3.5)) == {}
+    assert held(receive(job, "a", leaving, 3.6)) == {"a": 1, "b": 1, "c": 1}
 
 
 def test_a_new_node_gets_no_place_when_the_job_is_about_to_finish() -> None:

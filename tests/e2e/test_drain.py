@@ -134,6 +134,22 @@ def test_when_all_nodes_get_sigterm_their_final_commit_is_on_disk(job: Job, nnod
         assert workers_of(job, rank)[-1].restored == before.last > 0, job.describe()
 
 
+def test_a_job_that_waits_for_a_replacement_keeps_the_final_commit_in_memory(job: Job) -> None:
+    """The first node also keeps the part of the state that only the other rank has."""
+    job.env |= {"OWN": "1", "EVERY": "1000000"}
+    first, second = start(job, 2, nnodes="2")
+    until_world(job, 2)
+    second.signal(signal.SIGTERM)
+    assert second.wait() == 128 + signal.SIGTERM
+    first.wait_for_log("1 of at least 2 nodes are ready, waiting for more")
+    before = [workers_of(job, rank)[-1] for rank in range(2)]
+    job.node(nnodes="2", script=DRAIN)
+    for rank in range(2):
+        wait_until(lambda rank=rank: len(workers_of(job, rank)) == 2 or None, why=job.describe)  # type: ignore[misc]
+        assert workers_of(job, rank)[-1].restored == before[rank].last > 0, job.describe()
+    assert job_events(job, "budget_charged") == job_events(job, "worker_failed") == []
+
+
 def test_without_a_directory_the_only_node_leaves_at_once_and_says_why(job: Job) -> None:
     agent = job.run("--standalone", str(DRAIN))
     until_world(job, 1)

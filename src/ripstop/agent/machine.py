@@ -476,7 +476,7 @@ class Agent:
         if not (timeout and has_state and self.is_connected and self.state is WorkersState.RUNNING):
             return []
         self._leave_at = now + timeout
-        log = LogLine(f"{why}: leaving after a commit of all ranks, in {timeout:g} s at the latest")
+        log = LogLine(f"{why}: leaving after a final commit of all ranks (timeout {timeout:g} s)")
         leaving = messages.Leaving(why, is_planned=True, is_saved_to_disk=self.settings.has_checkpoints)
         return [SendToCoordinator(leaving), log]
 

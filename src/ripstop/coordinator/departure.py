@@ -1,11 +1,10 @@
 """Nodes that leave a running round on purpose: with notice, or because a spare replaces a slow one.  Pure.
 
 A node that leaves with notice stays until the round has a final commit.  Rules
-1.  The coordinator tells all nodes of the round to make it, if the others can go on without the leaving node, or if
-    the nodes write it to disk.  Otherwise, or if workers of another node have already exited 0, the node leaves at
-    once.
+1.  The coordinator tells all nodes of the round to make it, if another node remains and keeps it in memory, or if the
+    nodes write it to disk.  Otherwise, or if workers of another node have already exited 0, the node leaves at once.
 2.  When all ranks have made it, the parts of all nodes are copied to their partners, unless the state is equal on all
-    ranks, or nobody goes on.  Then the round ends.  Nothing is charged, and the next round, or the next job with this
+    ranks, or no node remains.  Then the round ends.  Nothing is charged, and the next round, or the next job with this
     directory for checkpoints, continues from this commit.
 3.  If a node cannot make it, the leaving node does not wait.  The leaving node has a deadline of its own.  A round that
     ends meanwhile for another reason cancels the final commit.
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from ripstop.coordinator.job import Job
 
 
-TOO_FEW_NODES = "no final commit: too few nodes would go on, and without --checkpoint-dir it cannot be kept"
+NO_NODE_REMAINS = "no final commit: no other node remains, and without --checkpoint-dir it cannot be kept"
 FINISHING = "no final commit: workers of another node have already exited 0"
 
 
@@ -63,11 +62,12 @@ def _why_useless(job: "Job", leaving: messages.Leaving) -> str:
     """Why there is no final commit (rule 1), or ""."""
     if job.succeeded:
         return FINISHING
-    return "" if _others_can_go_on(job) or leaving.is_saved_to_disk else TOO_FEW_NODES
+    return "" if _a_node_remains(job) or leaving.is_saved_to_disk else NO_NODE_REMAINS
 
 
-def _others_can_go_on(job: "Job") -> bool:
-    return job.membership.ready_count() >= job.settings.min_nodes
+def _a_node_remains(job: "Job") -> bool:
+    """Whether the memory of another node keeps the final commit, even while the job waits for more nodes."""
+    return job.membership.ready_count() > 0
 
 
 def on_made(job: "Job", node: str, made: messages.FinalCommitMade) -> None:
@@ -101,7 +101,7 @@ def end_after_final_commit(job: "Job", now: float) -> bool:
     if departure.round != job.round or not job.places.keys() <= departure.done.keys():
         return False
     last = _final_commits(departure)
-    if _others_can_go_on(job) and all(place.partner for place in job.places.values()):
+    if _a_node_remains(job) and all(place.partner for place in job.places.values()):
         if departure.copying is None:
             departure.copying = _request_copies(job, last)
         if not all(_has_copies(job, commit) for commit in departure.copying):

@@ -7,7 +7,8 @@ TRANSITIONS = {  # between phases, and their causes; docs/rendezvous.md has a di
         Phase.RUNNING: "enough nodes are ready",
         Phase.RECOVERING: "a node reports a round to a new coordinator",
         Phase.GATHERING: "a node reports a newer round",
-        Phase.CLOSING: "too few nodes are ready within join_timeout, an operator stops the job, or a node reports the job's end",
+        Phase.CLOSING: "too few nodes are ready within join_timeout, an operator stops the job, or a node reports the "
+        "job's end",
     },
     Phase.RECOVERING: {
         Phase.RUNNING: "all nodes of the round returned",

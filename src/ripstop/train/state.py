@@ -261,7 +261,9 @@ class State:
         """
         interruption.check()
         if not self._restores or (interruption.is_elastic and self._entry != interruption.entries):
-            raise RuntimeError("commit() comes after restore(): call state.restore() in every round, before the training loop")
+            raise RuntimeError(
+                "commit() comes after restore(): call state.restore() in every round, before the training loop"
+            )
         began = time.perf_counter()
         self._calls += 1
         is_last = self._is_last()
