@@ -316,8 +316,8 @@ def measure(launcher: Launcher, faults: list[Fault], seconds: float, logs: Path 
         done = inject(job, faults, began, seconds)
         return {"events": job.events(), "began": began, "faults": done}
     except (TimeoutError, OSError) as e:
-        tail = "".join((directory / f"node{node}.out").read_text(errors="replace")[-1500:] for node in range(2))
-        return {"error": f"{type(e).__name__}: {e}", "output": tail}
+        tails = [out.read_text(errors="replace")[-1500:] for out in sorted(directory.glob("node*.out"))]
+        return {"error": f"{type(e).__name__}: {e}", "output": "".join(tails)}
     finally:
         job.stop()
         if logs:

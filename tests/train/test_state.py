@@ -307,7 +307,7 @@ def test_an_agent_without_memory_is_named_once(
 
 
 def test_commit_before_restore_is_an_error(agent: Agent) -> None:
-    with pytest.raises(RuntimeError, match=r"call state.restore\(\) once"):
+    with pytest.raises(RuntimeError, match=r"call state.restore\(\) in every round"):
         train.State(step=0).commit()
 
 
