@@ -60,7 +60,7 @@ REPLICATION_METRICS = (  # of a ReplicationStatus
     Metric(
         "ripstop_replication_lag_commits",
         "gauge",
-        "How many commits the copies on other nodes are behind the newest commit",
+        "Commits since the newest one that is completely copied to other nodes",
         ("state",),
         "commits",
     ),
@@ -97,7 +97,7 @@ HISTORY_METRICS = (  # of the Totals
     Metric(
         "ripstop_inplace_recoveries_total",
         "counter",
-        "Recoveries of a node in which workers kept their process",
+        "In-place recoveries, counted once for each node whose workers kept their process",
         field="inplace",
     ),
     Metric("ripstop_checkpoints_total", "counter", "Checkpoints that workers reported", field="checkpoints"),
@@ -144,9 +144,7 @@ RANK_METRICS = (  # of a RankSample
         _RANK,
         "processes",
     ),
-    Metric(
-        "ripstop_worker_log_bytes_total", "counter", "Bytes in a worker's log files of this round", _RANK, "log_bytes"
-    ),
+    Metric("ripstop_worker_log_bytes_total", "counter", "Bytes in a worker's log files", _RANK, "log_bytes"),
     Metric("ripstop_worker_step", "gauge", "Latest step that a worker reported", _RANK, "step"),
     Metric("ripstop_worker_steps_per_second", "gauge", "Steps per second of a worker", _RANK, "steps_per_second"),
     Metric("ripstop_worker_heartbeats_total", "counter", "Heartbeats of a worker in this round", _RANK, "beats"),
@@ -163,7 +161,13 @@ RANK_METRICS = (  # of a RankSample
     Metric("ripstop_state_bytes", "gauge", "Size of a worker's last commit", _RANK, "commit_bytes"),
 )
 STANDBY_METRICS = (  # of a StandbySample
-    Metric("ripstop_standby_memory_bytes", "gauge", "Memory that only this standby uses", _STANDBY, "memory"),
+    Metric(
+        "ripstop_standby_memory_bytes",
+        "gauge",
+        "Memory that a standby shares with no other process",
+        _STANDBY,
+        "memory",
+    ),
     Metric("ripstop_standby_gpu_memory_bytes", "gauge", "GPU memory of a standby", _STANDBY, "gpu_memory"),
 )
 GPU_METRICS = (  # of a GpuSample
