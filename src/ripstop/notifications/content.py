@@ -45,7 +45,7 @@ class Notification(Struct, frozen=True):
     at: float
 
 
-class Notifications:
+class NotificationContentWriter:
     """Takes the records of the job's journal."""
 
     def __init__(self, run_id: str) -> None:

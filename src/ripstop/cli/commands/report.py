@@ -19,7 +19,7 @@ from ripstop.report.builder import NoEvents, build_report
 from ripstop.report.compare import compare
 from ripstop.report.html import render
 from ripstop.report.model import Report
-from ripstop.report.reader import Skipped, event_files, read_events
+from ripstop.report.reader import Skipped, event_files_for_report, read_events_for_report
 from ripstop.report.writer import REPORT_PAGE
 from ripstop.system.safe_files import replace_file
 
@@ -96,7 +96,7 @@ def report_of_argument(source: Path) -> tuple[Report, Path]:
     files = _event_files_of_argument(source)
     skipped = Skipped()
     try:
-        made = build_report(read_events(files, skipped), skipped.notes())
+        made = build_report(read_events_for_report(files, skipped), skipped.notes())
     except OSError as error:
         raise UsageError(f"{source}: cannot be read: {error.strerror}; check the path and its permissions") from error
     except NoEvents:
@@ -110,11 +110,11 @@ def _event_files_of_argument(source: Path) -> list[Path]:
         raise UsageError(f"{source}: no such file or directory; give LOG_DIR/RUN_ID of a run, or an event file")
     if not source.is_dir():
         return [source]
-    if files := event_files(source):
+    if files := event_files_for_report(source):
         return files
-    runs = sorted(path for path in source.iterdir() if path.is_dir() and event_files(path))
+    runs = sorted(path for path in source.iterdir() if path.is_dir() and event_files_for_report(path))
     if len(runs) == 1:
-        return event_files(runs[0])
+        return event_files_for_report(runs[0])
     if runs:
         names = ", ".join(path.name for path in runs[:8]) + (", …" if len(runs) > 8 else "")
         raise UsageError(f"{source}: has several runs ({names}); give one of them, such as {runs[-1]}")

@@ -12,7 +12,7 @@ from ripstop.cli.commands.run import FLAGS as RUN_FLAGS
 from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse_flags
 from ripstop.cli.options.job import MAX_RESTARTS
 from ripstop.kubernetes import spec
-from ripstop.kubernetes.manifests import KINDS_WITHOUT_OPERATOR, objects_without_operator
+from ripstop.kubernetes.manifests import KINDS_WITHOUT_OPERATOR, manifests_without_operator
 from ripstop.kubernetes.spec import GROUP, KIND, VERSION, Spec
 from ripstop.model.config import MAX_SLOTS
 from ripstop.model.errors import UsageError
@@ -77,7 +77,7 @@ def job_objects(args: ParsedArguments, token: str) -> list[dict[str, Any]]:
     name = _kube_job_name(args)
     metadata = {"name": name} | ({"namespace": args.text("--namespace")} if "--namespace" in args else {})
     fields = _kube_job_spec(args)
-    found = spec.read(name, fields)
+    found = spec.read_spec(name, fields)
     if not isinstance(found, Spec):
         raise UsageError("; ".join(f"{problem.where.removeprefix('spec.')} {problem.text}" for problem in found))
     if "--without-operator" not in args:
@@ -85,7 +85,7 @@ def job_objects(args: ParsedArguments, token: str) -> list[dict[str, Any]]:
     kind = args.text("--without-operator")
     if kind not in KINDS_WITHOUT_OPERATOR:
         raise UsageError(f"--without-operator={kind}: unknown kind; write {' or '.join(KINDS_WITHOUT_OPERATOR)}")
-    return objects_without_operator(kind, metadata, found, token)
+    return manifests_without_operator(kind, metadata, found, token)
 
 
 def _kube_job_name(args: ParsedArguments) -> str:
