@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ripstop.diagnostics.evidence_events import Evidence, from_event
+from ripstop.diagnostics.evidence_events import Evidence, evidence_from_event
 from ripstop.model import events, fault_injection
 from ripstop.model.events import MAX_TEXT, EventRecord, RoundEndCause
 from ripstop.model.failure import Failure, Hang
@@ -445,7 +445,7 @@ class Facts:
         record = bounded_record(record)  # a file may be anybody's
         assert isinstance(record.event, events.WorkerEvidence)
         event = record.event
-        worker.evidence = from_event(event)
+        worker.evidence = evidence_from_event(event)
         size = len(event.traceback) + sum(map(len, event.log_tail))
         self._evidence.append((worker, size))
         self._evidence_chars += size

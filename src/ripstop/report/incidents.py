@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from msgspec.structs import replace
 
-from ripstop.diagnostics.failure_ranking import order
-from ripstop.diagnostics.failure_report import tail_without_traceback
+from ripstop.diagnostics.failure_ranking import rank_failures
+from ripstop.diagnostics.failure_report import failure_report_log_tail
 from ripstop.model.events import HangDiagnosed, RoundEndCause
 from ripstop.model.failure import how_it_ended
 from ripstop.model.text_formatting import rank_list, truncate
@@ -83,7 +83,9 @@ def _ordered_incident_workers(round: RoundFacts) -> list[FailedWorkerFacts]:
     if not round.workers:
         return []
     suspects = round.hang.suspects if round.hang else ()
-    ranks = [failure.rank for failure in order(worker.failure(round.number) for worker in round.workers.values())]
+    ranks = [
+        failure.rank for failure in rank_failures(worker.failure(round.number) for worker in round.workers.values())
+    ]
     ranks.sort(key=lambda rank: rank not in suspects)
     return [round.workers[rank] for rank in ranks]
 
@@ -105,7 +107,7 @@ def _incident_worker(facts: Facts, worker: FailedWorkerFacts, round: int) -> Wor
         collectives=evidence.collectives if evidence else "",
         is_hang=failure.hang is not None,
         traceback=failure.traceback,
-        log_tail=tail_without_traceback(failure),
+        log_tail=failure_report_log_tail(failure),
         files=evidence.files if evidence else (),
     )
 

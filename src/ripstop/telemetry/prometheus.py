@@ -193,8 +193,8 @@ GROUPS = (
 METRICS = {metric.name: metric for group in GROUPS for metric in group}
 
 
-def page(totals: Totals, status: JobStatus, samples: Samples, now: float) -> bytes:
-    metrics = _Page()
+def prometheus_page(totals: Totals, status: JobStatus, samples: Samples, now: float) -> bytes:
+    metrics = _PrometheusPage()
     _put_job(metrics, status)
     _put_history(metrics, totals, now)
     for node in status.nodes:
@@ -214,7 +214,7 @@ def page(totals: Totals, status: JobStatus, samples: Samples, now: float) -> byt
     return generate_latest(registry)
 
 
-def _put_job(metrics: "_Page", status: JobStatus) -> None:
+def _put_job(metrics: "_PrometheusPage", status: JobStatus) -> None:
     metrics.put("ripstop_job_info", 1, status.run_id)
     metrics.put_fields(JOB_METRICS, status)
     for phase in Phase:
@@ -229,7 +229,7 @@ def _put_job(metrics: "_Page", status: JobStatus) -> None:
         metrics.put("ripstop_nodes", states[state], state)
 
 
-def _put_history(metrics: "_Page", totals: Totals, now: float) -> None:
+def _put_history(metrics: "_PrometheusPage", totals: Totals, now: float) -> None:
     metrics.put_fields(HISTORY_METRICS, totals)
     for kind, count in sorted(totals.events.items()):
         metrics.put("ripstop_events_total", count, kind)
@@ -249,7 +249,7 @@ def _put_history(metrics: "_Page", totals: Totals, now: float) -> None:
         metrics.put_fields(GOODPUT_METRICS, spent)
 
 
-class _Page(Collector):
+class _PrometheusPage(Collector):
     """The samples of one page, by metric."""
 
     def __init__(self) -> None:

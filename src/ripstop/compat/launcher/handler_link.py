@@ -44,7 +44,7 @@ from ripstop.compat.rendezvous.handler import (
 )
 from ripstop.coordinator import ranks
 from ripstop.coordinator.restart_budget import RestartBudget, is_early_failure
-from ripstop.diagnostics.failure_ranking import order, root_cause, trimmed_ranking
+from ripstop.diagnostics.failure_ranking import rank_failures, root_cause, trimmed_ranking
 from ripstop.model.config import RunConfig
 from ripstop.model.failure import Failure, JobEnd, how_it_ended
 from ripstop.model.round import Address, Node, Outcome, Place
@@ -321,7 +321,7 @@ class HandlerLink:
 
     def _report(self, outcome: Outcome, why: str) -> JobEnd:
         known = {(failure.rank, failure.at): failure for failure in self._failures}
-        failures = () if outcome is Outcome.SUCCEEDED else trimmed_ranking(order(known.values()))
+        failures = () if outcome is Outcome.SUCCEEDED else trimmed_ranking(rank_failures(known.values()))
         return JobEnd(self._config.run_id, outcome, why, self._newest, self._restarts.used, failures)
 
     def _culprit(self) -> str:
