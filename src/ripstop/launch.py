@@ -45,7 +45,7 @@ from ripstop.model.events import Sink
 from ripstop.model.failure import JobEnd
 from ripstop.model.round import Address, Node, Outcome, RankBy
 from ripstop.protocol import secret
-from ripstop.starters.user_key import job_secret
+from ripstop.starters.user_key import job_secret_from_user_key
 from ripstop.system.live_line import LiveLine, can_show
 from ripstop.system.stderr_terminal import has_colors
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS, EventFile
@@ -74,7 +74,7 @@ def run(config: RunConfig, link: Link | None = None) -> int:
     live = _live_line(config)
     with log_to_stderr(config.own_log, config.notes, with_coordinator=config.backend is not Backend.LOCAL, live=live):
         if config.user_key is not None:
-            config = replace(config, token=job_secret(config.user_key))
+            config = replace(config, token=job_secret_from_user_key(config.user_key))
         directory = LogDirectory(config.logs, config.run_id)
         if config.checkpoints is not None:
             prepare_saver_directory(config.checkpoints.directory)

@@ -11,7 +11,7 @@ import pytest
 from ripstop.cli import main
 from ripstop.cli.commands.kube import COMMANDS
 from ripstop.cli.kube.cluster_commands import describe_cluster_job, ripstop_command_on_cluster
-from ripstop.cli.kube.job_objects import job_objects, parse_kube_arguments
+from ripstop.cli.kube.job_objects import job_objects, parse_job_objects_arguments
 from ripstop.kubernetes.deploy import is_deployment_rolled_out
 from ripstop.kubernetes.manifests import Owner, pod_manifest
 from ripstop.kubernetes.pods import pod_waiting_reason
@@ -22,7 +22,7 @@ TORCHRUN = "--nnodes=2:4 --nproc-per-node=8 --max-restarts=3 train.py --lr 0.1"
 
 
 def render(line: str) -> list[dict[str, Any]]:
-    return job_objects(parse_kube_arguments([IMAGE, *line.split()]), "t0ken")
+    return job_objects(parse_job_objects_arguments([IMAGE, *line.split()]), "t0ken")
 
 
 def spec(line: str) -> dict[str, Any]:

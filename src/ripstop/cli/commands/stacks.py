@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ripstop.cli.job_client import JOB_HELP, JobCommand, ParsedCommand
+from ripstop.cli.job_client import JOB_HELP, JobClientCommandLine, JobCommand
 from ripstop.diagnostics.hang_analysis import describe_hang_position, describe_hung_collectives
 from ripstop.model.failure import CollectiveProgress
 from ripstop.model.text_formatting import rank_list
@@ -19,7 +19,7 @@ examples
 {JOB_HELP}"""
 
 
-def stacks(command: ParsedCommand) -> None:
+def stacks(command: JobClientCommandLine) -> None:
     rank = command.rank()
     reply = command.find_job().get("/stacks", rank=rank)
     command.print("\n".join(render_stacks(reply)), reply)

@@ -16,7 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ripstop.cli.commands.run import configure_run
-from ripstop.cli.options.program import default_program_shutdown_timeout, program_standby_warm_up
+from ripstop.cli.options.program import default_program_shutdown_timeout_option, program_standby_warm_up_option
 from ripstop.cli.options.rendezvous import BACKENDS
 from ripstop.compat.launcher.custom_logs import is_custom
 from ripstop.compat.launcher.handler_link import HANDLER_TIMEOUT_S
@@ -76,7 +76,7 @@ class LaunchConfig:
 
 def _launcher_config_shutdown_timeout() -> float:
     try:
-        seconds = default_program_shutdown_timeout(os.environ)
+        seconds = default_program_shutdown_timeout_option(os.environ)
     except UsageError as error:
         raise ValueError(str(error)) from None
     return int(seconds) if seconds.is_integer() else seconds  # torch's is an int, and some programs print it
@@ -112,7 +112,9 @@ def _launcher_config_standby(config: LaunchConfig, entry: Entrypoint, start: Sta
         raise ValueError(f"standby={text}: standbys are forked from a zygote, and {why_not}; leave standby out")
     try:
         warm_up = (
-            program_standby_warm_up("standby_warmup", config.standby_warmup, entry) if config.standby_warmup else ""
+            program_standby_warm_up_option("standby_warmup", config.standby_warmup, entry)
+            if config.standby_warmup
+            else ""
         )
         settings = Standby(0, False, warm_up, standby_until("standby_until", config.standby_until))
         return standby_workers("standby", text, settings, entry, start, config.nproc_per_node)
