@@ -55,7 +55,7 @@ from ripstop.transport.link import InProcessLink, Link
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.processes import Children
 from ripstop.workers.saver_process import prepare_saver_directory
-from ripstop.workers.spawner import Spawner, Starter
+from ripstop.workers.spawner import Spawner, WorkerSpawner
 
 log = logging.getLogger("ripstop")
 
@@ -127,7 +127,7 @@ def _run_with_workers(
 async def run_agent(
     config: RunConfig,
     directory: LogDirectory,
-    spawner: Starter,
+    spawner: WorkerSpawner,
     environ: dict[str, str],
     bound: Bound | None,
     logs_source: LogDirectorySource | None = None,

@@ -62,7 +62,7 @@ from ripstop.model.text_formatting import ascii_json
 from ripstop.protocol.messages import FromCoordinator, Left, Query, Rejected, Remember, Replicate, Reply
 from ripstop.telemetry.run_settings import changed_run_settings, program_setting_text, torch_version_setting
 from ripstop.transport.link import Link
-from ripstop.workers.spawner import Starter
+from ripstop.workers.spawner import WorkerSpawner
 
 if TYPE_CHECKING:
     from ripstop.agent.fault_injector import FaultInjector
@@ -82,7 +82,7 @@ class AgentDriver:
         self,
         config: RunConfig,
         node: Node,
-        spawner: Starter,
+        spawner: WorkerSpawner,
         link: Link,
         directory: LogDirectory,
         environ: Mapping[str, str],

@@ -43,7 +43,7 @@ from ripstop.workers.environment import ROUND_VARIABLES
 from ripstop.workers.group import Exit, Group
 from ripstop.workers.report_socket import ReportSocket, RestoreReport, WorkerReport
 from ripstop.workers.saver_process import SaverProcesses
-from ripstop.workers.spawner import ProcessSpec, Starter
+from ripstop.workers.spawner import ProcessSpec, WorkerSpawner
 from ripstop.workers.state_memory import StateMemory, WorkerIdentity
 from ripstop.workers.store import RoundStore
 
@@ -59,7 +59,7 @@ class RoundRunner:
     def __init__(
         self,
         config: RunConfig,
-        spawner: Starter,
+        spawner: WorkerSpawner,
         directory: LogDirectory,
         environ: Mapping[str, str],
         *,

@@ -35,8 +35,8 @@ from ripstop.model.errors import StartError
 from ripstop.system import linux
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.processes import Children
-from ripstop.workers.spawner import PreloadResult, ProcessSpec, ServeStore, Spawner, uninterrupted
-from ripstop.workers.zygote.store_process import serve
+from ripstop.workers.spawner import PreloadResult, ProcessSpec, ServeStore, Spawner, wait_for_spawned_pids
+from ripstop.workers.zygote.store_process import run_store_process
 
 METHODS = ("spawn", "fork", "forkserver")
 
@@ -130,7 +130,7 @@ class LauncherFunctionSpawner:
             return self._start(specs)
         # In a thread, because sending a large argument waits until the new interpreter runs.
         start = asyncio.get_running_loop().run_in_executor(None, self._start, specs)
-        return await uninterrupted(self.children, start) or []
+        return await wait_for_spawned_pids(self.children, start) or []
 
     def close(self) -> None:
         if self._stores is not None:
@@ -215,4 +215,4 @@ def _launcher_spawner_exit_code(worker: Any) -> int:
 
 def _serve_launcher_spawner_store(host: str, port: int, fd: int, inherited: Inherited | None) -> None:
     set_up_function_worker(os.getppid(), inherited, keep=fd)
-    serve(host, port, fd)
+    run_store_process(host, port, fd)

@@ -210,7 +210,7 @@ class ErrorHandler:
     def record_exception(self, e: BaseException) -> None:
         """Write the exception to the error file; without one, log it."""
         if path := self._get_error_file_path():
-            recording.write_error_file(path, recording.describe(e))
+            recording.write_error_file(path, recording.error_file_content(e))
         else:
             log.info("no error file is written (%s is not set): %s: %s", recording.ERROR_FILE, type(e).__name__, e)
 

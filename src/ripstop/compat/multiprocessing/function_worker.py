@@ -27,7 +27,7 @@ from ripstop.compat.multiprocessing.errors import record
 from ripstop.compat.multiprocessing.redirects import redirect_permanently
 from ripstop.system import linux
 from ripstop.system.descriptors import open_descriptors
-from ripstop.workers.error_file import user_frames
+from ripstop.workers.error_file import error_file_traceback
 
 
 class Inherited(Struct, frozen=True):
@@ -87,7 +87,7 @@ def run_function_worker(task: Task, connection: Connection | None = None) -> Non
     except Exception as error:
         import traceback
 
-        traceback.print_exception(type(error), error, user_frames(error.__traceback__))
+        traceback.print_exception(type(error), error, error_file_traceback(error.__traceback__))
         sys.exit(1)
     if connection is not None:
         with suppress(OSError):  # the parent does not wait any more
