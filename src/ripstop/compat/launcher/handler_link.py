@@ -39,7 +39,7 @@ from ripstop.compat.rendezvous import RendezvousParameters, get_rendezvous_handl
 from ripstop.compat.rendezvous.endpoint import parse_rendezvous_endpoint
 from ripstop.compat.rendezvous.handler import RendezvousClosedError, RendezvousGracefulExitError, is_a
 from ripstop.coordinator import ranks
-from ripstop.coordinator.restart_budget import RestartBudget, is_early_failure
+from ripstop.coordinator.restart_budget import RestartBudget, is_early_for_restart_budget
 from ripstop.diagnostics.failure_ranking import order, root_cause, trimmed_ranking
 from ripstop.model.config import RunConfig
 from ripstop.model.failure import Failure, JobEnd, how_it_ended
@@ -243,7 +243,7 @@ class HandlerLink:
                     case Failed(round, failures) if round == current.place.round:
                         self._failures += failures
                         verdict = self._restarts.charge(
-                            loop.time(), early=is_early_failure(loop.time() - began, progressed=False)
+                            loop.time(), early=is_early_for_restart_budget(loop.time() - began, progressed=False)
                         )
                         if not verdict.allowed:
                             return self._report(Outcome.FAILED, f"{self._culprit()}; {verdict.why}")
