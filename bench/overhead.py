@@ -132,7 +132,7 @@ class Reader(threading.Thread):
         self.count = 0
         self._over = over
         self._url = f"http://127.0.0.1:{port}"
-        self._headers = {"Authorization": f"Bearer {secret.api_token(TOKEN, RUN_ID)}"}
+        self._headers = {"Authorization": f"Bearer {secret.api_token_from_secret(TOKEN, RUN_ID)}"}
 
     def open(self, path: str, **headers: str):
         request = urllib.request.Request(self._url + path, headers={**self._headers, **headers})

@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from ripstop.protocol.secret import api_token
+from ripstop.protocol.secret import api_token_from_secret
 from tests.page import simulated_job, test_page
 from tests.page.browser import launched, playwright, tab
 
@@ -51,7 +51,7 @@ def heap_mb(page: Any) -> float:
 
 def large_job(browser: Any, args: argparse.Namespace) -> dict[str, float]:
     with simulated_job.simulated(args.nodes, args.slots, args.events) as address, tab(browser, address) as opened:
-        token = api_token(simulated_job.TOKEN, simulated_job.RUN_ID)
+        token = api_token_from_secret(simulated_job.TOKEN, simulated_job.RUN_ID)
         start = time.monotonic()
         page = opened.open(token)
         expect(page.locator("#rank-count")).to_have_text(f"{args.nodes * args.slots:,}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ripstop.coordinator.driver import Coordinator, CoordinatorSession
+from ripstop.coordinator.driver import Coordinator, CoordinatorDriverSession
 from ripstop.coordinator.job_types import JobSettings
 from ripstop.model.config import Budget, Timing, Tls
 from ripstop.model.round import Address, Node
@@ -69,19 +69,19 @@ class Tapped(Coordinator):
 
     def __init__(self, settings: JobSettings) -> None:
         super().__init__(settings)
-        self.attached: list[CoordinatorSession] = []
-        self.forgotten: list[CoordinatorSession] = []
-        self.returning: list[CoordinatorSession] = []
+        self.attached: list[CoordinatorDriverSession] = []
+        self.forgotten: list[CoordinatorDriverSession] = []
+        self.returning: list[CoordinatorDriverSession] = []
         self.closed_by_node: list[str] = []
         self._news = asyncio.Event()
 
-    def attach(self, node: str, send: Any, close: Any) -> CoordinatorSession:
+    def attach(self, node: str, send: Any, close: Any) -> CoordinatorDriverSession:
         session = super().attach(node, send, close)
         self.attached.append(session)
         self._news.set()
         return session
 
-    def detach(self, session: CoordinatorSession, *, returning: bool, closed_by_node: bool) -> None:
+    def detach(self, session: CoordinatorDriverSession, *, returning: bool, closed_by_node: bool) -> None:
         super().detach(session, returning=returning, closed_by_node=closed_by_node)
         self.forgotten.append(session)
         if closed_by_node:

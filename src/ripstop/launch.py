@@ -402,7 +402,7 @@ def _serve_probes(parts: AsyncExitStack, listening: socket.socket, unready: Call
 
 def _job_socket(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig, node: str) -> JobSocket:
     """The job's API for operators on this machine."""
-    token = secret.api_token(config.token, config.run_id) if config.token else ""
+    token = secret.api_token_from_secret(config.token, config.run_id) if config.token else ""
     job_socket = JobSocket(os.environ, config.run_id, node, token, config.tls)
     parts.push_async_callback(job_socket.close)
     return job_socket

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ripstop.agent.activity import Activity, ActivityKind, describe, next_line_after
+from ripstop.agent.activity import Activity, ActivityKind, describe_activity, next_activity_line_after
 
 WHO = "1 of at least 2 nodes ready, 1 missing; fails in 588 s; ready: a"
 
@@ -31,14 +31,14 @@ WHO = "1 of at least 2 nodes ready, 1 missing; fails in 588 s; ready: a"
     ],
 )
 def test_an_activity_is_one_line(activity: Activity, seconds: float, line: str) -> None:
-    assert describe(activity, seconds) == line
+    assert describe_activity(activity, seconds) == line
 
 
 def test_an_activity_is_logged_less_and_less_often_but_at_least_every_ten_minutes() -> None:
     due, times = 0.0, []
     for _ in range(8):
-        due = next_line_after(ActivityKind.WAITING, due)
+        due = next_activity_line_after(ActivityKind.WAITING, due)
         times.append(due)
     assert times == [30, 60, 120, 240, 480, 960, 1560, 2160]
-    assert next_line_after(ActivityKind.STOPPING, 0.0) == 5.0, "within the time that workers have to stop"
-    assert next_line_after(ActivityKind.WAITING, 100.0) == 120.0, "a late timer skips a line"
+    assert next_activity_line_after(ActivityKind.STOPPING, 0.0) == 5.0, "within the time that workers have to stop"
+    assert next_activity_line_after(ActivityKind.WAITING, 100.0) == 120.0, "a late timer skips a line"

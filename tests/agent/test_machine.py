@@ -42,7 +42,7 @@ from ripstop.agent.machine_io import (
     WorkersUnkillable,
 )
 from ripstop.agent.machine_state import AgentSettings, WorkersState
-from ripstop.agent.machine_status import reason_not_ready
+from ripstop.agent.machine_status import machine_not_ready_status
 from ripstop.model.config import Timing
 from ripstop.model.failure import Failure, JobEnd
 from ripstop.model.round import Address, Node, Outcome, Place
@@ -745,22 +745,22 @@ def test_an_agent_without_workers_of_the_round_reports_an_empty_inspection() -> 
 
 def test_a_node_is_ready_when_it_is_warm_connected_and_healthy_or_its_workers_run() -> None:
     agent = Agent(AgentSettings(NODE, 2, 2, TIMING))
-    assert reason_not_ready(agent) == "the node is warming up"
+    assert machine_not_ready_status(agent) == "the node is warming up"
     on(agent, WarmupDone())
     on(agent, CoordinatorLost("host-b:29400: connection refused"))
-    assert reason_not_ready(agent) == "the node has no coordinator: host-b:29400: connection refused"
+    assert machine_not_ready_status(agent) == "the node has no coordinator: host-b:29400: connection refused"
     on(agent, CoordinatorConnected("host-a"))
-    assert reason_not_ready(agent) == "the first health check is not complete"
+    assert machine_not_ready_status(agent) == "the first health check is not complete"
     on(agent, HealthChecked((FULL,)))
-    assert reason_not_ready(agent) == f"the node is unhealthy: {FULL.text}"
+    assert machine_not_ready_status(agent) == f"the node is unhealthy: {FULL.text}"
     on(agent, HealthChecked(()))
-    assert reason_not_ready(agent) == ""
+    assert machine_not_ready_status(agent) == ""
     on(agent, StorePortReady(7001))
     on(agent, assign(1))
     on(agent, CoordinatorLost("reset"))
-    assert reason_not_ready(agent) == "", "healthy workers continue"
+    assert machine_not_ready_status(agent) == "", "healthy workers continue"
     on(agent, SignalReceived(15))
-    assert reason_not_ready(agent) == "the node is leaving, or the job is over"
+    assert machine_not_ready_status(agent) == "the node is leaving, or the job is over"
 
 
 # workers that go on in place ------------------------------------------------------------------------------------------

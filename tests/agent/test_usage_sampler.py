@@ -16,7 +16,7 @@ import pytest
 
 from ripstop.agent import usage_sampler
 from ripstop.agent.query_handler import QueriedWorkers
-from ripstop.agent.usage_sampler import GpuUsageSampler, sample, sample_log_bytes
+from ripstop.agent.usage_sampler import GpuUsageSampler, sample, sample_log_usage
 from ripstop.diagnostics.progress import Commits, WorkerProgress
 from ripstop.logs.directory import RoundLogs
 from ripstop.model.config import Logs, OutputStreams, StreamMap
@@ -112,7 +112,7 @@ def test_a_node_without_workers_has_a_sample() -> None:
 
 
 def test_only_regular_files_count_as_log_bytes(tmp_path: Path) -> None:
-    assert sample_log_bytes([Path(os.devnull), tmp_path / "missing", tmp_path]) == 0
+    assert sample_log_usage([Path(os.devnull), tmp_path / "missing", tmp_path]) == 0
 
 
 # GPUs

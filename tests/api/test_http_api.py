@@ -22,13 +22,13 @@ from ripstop.model.operator_commands import StopJob
 from ripstop.model.round import Address
 from ripstop.model.usage import GpuSample, NodeSample, RankSample
 from ripstop.protocol.messages import Assign, Closing, Drain, Left, Query, Reply
-from ripstop.protocol.secret import api_token
+from ripstop.protocol.secret import api_token_from_secret
 from ripstop.telemetry import history
 from ripstop.transport import connection_limits, server
 from ripstop.transport.tls import client_context
 
 DEADLINE = 120.0
-TOKEN = api_token("s3cret", "job")
+TOKEN = api_token_from_secret("s3cret", "job")
 
 
 class Caller:
@@ -99,7 +99,7 @@ def operator_actions(coordinator: Any) -> list[tuple[str, str, str]]:
 # authorization --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("token", ["", "guess", "s3cret", api_token("s3cret", "other"), "ü"])
+@pytest.mark.parametrize("token", ["", "guess", "s3cret", api_token_from_secret("s3cret", "other"), "ü"])
 def test_a_wrong_token_is_rejected_and_the_connection_closed(harness: Any, token: str) -> None:
     async def run() -> None:
         async with job(harness) as (coordinator, address, _, _), aiohttp.ClientSession() as http:
@@ -119,7 +119,7 @@ def test_a_wrong_token_is_rejected_and_the_connection_closed(harness: Any, token
 def test_a_job_without_a_secret_cannot_be_controlled_over_the_network(harness: Any) -> None:
     async def run() -> None:
         async with job(harness, token="") as (_, address, _, _), aiohttp.ClientSession() as http:
-            for token in ("", api_token("", "job")):
+            for token in ("", api_token_from_secret("", "job")):
                 status, reply = await Caller(http, address, token).get("/status")
                 assert status == 403
                 assert "start it with RIPSTOP_TOKEN" in reply["error"]

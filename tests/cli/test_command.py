@@ -11,7 +11,7 @@ from ripstop.cli.commands.completion import completion_flags
 from ripstop.cli.commands.run import HELP
 from ripstop.cli.help_text import fit_help_text
 from ripstop.cli.options.flags import Flag
-from ripstop.protocol.secret import api_token
+from ripstop.protocol.secret import api_token_from_secret
 
 HEAVY = {"torch", "aiohttp", "asyncio", "argparse", "importlib.metadata", "logging", "subprocess", "ssl"}
 SUBCOMMANDS = {"kube": kube.COMMANDS, "slurm": slurm.COMMANDS}
@@ -81,4 +81,4 @@ def test_a_token_is_derived_without_a_request_so_endpoint_is_an_unknown_flag(
     assert main(["token", "--endpoint=head"]) == 2
     assert capsys.readouterr().err.startswith("ripstop token: error: --endpoint=head: unknown flag; ")
     assert main(["token", "--job=job7"]) == 0
-    assert capsys.readouterr().out == f"{api_token('secret', 'job7')}\n"
+    assert capsys.readouterr().out == f"{api_token_from_secret('secret', 'job7')}\n"

@@ -51,7 +51,7 @@ from ripstop.model.operator_commands import DrainNode, RestartRound, ScaleJob, S
 from ripstop.model.round import Address, Node, Outcome, Place, RankBy
 from ripstop.model.status import NodeState, Phase
 from ripstop.protocol.codec import MAX_FRAME_BYTES, decode, encode
-from ripstop.protocol.limits import MAX_ROUND_STEP, bounded
+from ripstop.protocol.limits import MAX_ROUND_STEP, message_within_limits
 from ripstop.protocol.messages import (
     Assign,
     Closed,
@@ -1399,8 +1399,8 @@ def test_heartbeats_of_many_unhealthy_nodes_cost_little(low: int, monkeypatch: p
         job.on(NodeMessage(name, Join(Node(name, "h", 8), low, 600, ready=Ready(i + 1, 0))), i / 600)
     for name in names[: -len(healthy) or None]:
         job.on(NodeMessage(name, FULL), 2.0)
-    assess = Mock(wraps=membership.assess_degraded)
-    monkeypatch.setattr(membership, "assess_degraded", assess)
+    assess = Mock(wraps=membership.classify_degraded_nodes)
+    monkeypatch.setattr(membership, "classify_degraded_nodes", assess)
     receive(job, names[0], Problems(), 3.0)
     began = time.process_time()
     for now in (20.0, 45.0, 70.0):
@@ -1672,7 +1672,7 @@ def test_a_failure_is_bounded() -> None:
     flood = replace(
         crash(1), message=huge, traceback=huge, oom=huge, log_tail=(huge,) * 100, error_file=huge, logs=huge
     )
-    message = bounded(Failed(1, (flood,)))
+    message = message_within_limits(Failed(1, (flood,)))
     assert isinstance(message, Failed)
     assert len(repr(message)) < 70_000
 

@@ -134,7 +134,7 @@ def test_metrics_of_a_job_with_a_secret_need_the_api_token(harness: Any) -> None
         async with harness.serving(token="s3cret") as (_, address):
             for wrong in ({}, {"Authorization": "Bearer guess"}, {"Authorization": "Bearer s3cret"}):
                 assert (await get(address, **wrong))[0] == 401
-            status, text = await get(address, Authorization=f"Bearer {secret.api_token('s3cret', 'job')}")
+            status, text = await get(address, Authorization=f"Bearer {secret.api_token_from_secret('s3cret', 'job')}")
             assert status == 200 and 'ripstop_job_info{run_id="job"} 1.0' in text
 
     run(scenario())
@@ -203,7 +203,7 @@ def test_a_slow_dns_server_delays_neither_the_reply_for_long_nor_the_end(harness
 def test_a_request_with_the_token_may_use_any_host_name(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving(token="s3cret") as (_, address):
-            token = secret.api_token("s3cret", "job")
+            token = secret.api_token_from_secret("s3cret", "job")
             assert (await get(address, Host="a.service", Authorization=f"Bearer {token}"))[0] == 200
 
     run(scenario())

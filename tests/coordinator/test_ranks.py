@@ -5,7 +5,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ripstop.coordinator.ranks import Candidate, denied, order, places
+from ripstop.coordinator.ranks import Candidate, denied_ranks, order, places
 from ripstop.model.round import Address, Node, RankBy
 
 STORE = Address("h0", 4000)
@@ -87,7 +87,7 @@ def test_ranks_by_a_property_do_not_depend_on_the_join_order(
 @given(candidate_lists(), ANY_ORDER)
 def test_every_rank_request_is_granted_or_denied_with_a_reason(candidates: list[Candidate], by: RankBy) -> None:
     ranked = order(candidates, by)
-    denials = {name: (wish, rank) for name, wish, rank, why in denied(candidates, ranked) if why}
+    denials = {name: (wish, rank) for name, wish, rank, why in denied_ranks(candidates, ranked) if why}
     for rank, holder in enumerate(ranked):
         keeps = (holder, rank) in candidates
         if holder.requested_rank is None or rank == holder.requested_rank or keeps:
@@ -217,7 +217,7 @@ def test_a_denied_rank_request_names_the_holder_and_the_reason() -> None:
         (node("second", requested_rank=2), None),
         (node("far", requested_rank=9), None),
     ]
-    assert list(denied(candidates, order(candidates))) == [
+    assert list(denied_ranks(candidates, order(candidates))) == [
         ("late", 0, 1, "node kept has that rank and keeps it"),
         ("second", 2, 3, "node first requested it too and comes first"),
         ("far", 9, 4, "the ranks of 5 nodes are 0 to 4"),

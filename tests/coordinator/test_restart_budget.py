@@ -3,7 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ripstop.coordinator.restart_budget import EARLY_FAILURE_S, Cause, RestartBudget, budget_cause, is_early_failure
+from ripstop.coordinator.restart_budget import (
+    EARLY_FAILURE_S,
+    Cause,
+    RestartBudget,
+    budget_cause,
+    is_early_for_restart_budget,
+)
 from ripstop.model.config import Budget
 from ripstop.model.failure import Failure, Hang
 
@@ -57,9 +63,9 @@ def test_a_failure_that_is_not_early_resets_the_backoff() -> None:
 
 
 def test_a_failure_after_progress_or_some_seconds_is_not_early() -> None:
-    assert is_early_failure(EARLY_FAILURE_S / 2, progressed=False)
-    assert not is_early_failure(EARLY_FAILURE_S / 2, progressed=True)
-    assert not is_early_failure(EARLY_FAILURE_S, progressed=False)
+    assert is_early_for_restart_budget(EARLY_FAILURE_S / 2, progressed=False)
+    assert not is_early_for_restart_budget(EARLY_FAILURE_S / 2, progressed=True)
+    assert not is_early_for_restart_budget(EARLY_FAILURE_S, progressed=False)
 
 
 def test_without_backoff_every_restart_is_immediate() -> None:

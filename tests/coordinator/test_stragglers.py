@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from ripstop.coordinator.stragglers import Stragglers, paces, straggler_evidence
+from ripstop.coordinator.stragglers import Stragglers, paces_to_find_stragglers, straggler_hardware_text
 from ripstop.model.config import StragglerLimits
 from ripstop.model.events import StragglerDetected, StragglerEnded
 from ripstop.model.usage import GpuSample, NodeSample, RankSample, StepProfile
@@ -29,35 +29,35 @@ def feed(stragglers: Stragglers, now: float, late: dict[int, float], *, round: i
 
 
 def test_the_rank_that_enters_collectives_last_is_late() -> None:
-    found = paces({0: profile(0.05, 0.1), 1: profile(0.05, 0.1), 2: profile(0.25, 0.3)})
+    found = paces_to_find_stragglers({0: profile(0.05, 0.1), 1: profile(0.05, 0.1), 2: profile(0.25, 0.3)})
     assert found[2].lateness == pytest.approx(0.2) and found[2].slowdown == pytest.approx(3.0)
     assert (found[0].lateness, found[0].slowdown) == (0.0, 1.0)
     assert (found[0].own_time, found[2].own_time) == (pytest.approx(0.1), pytest.approx(0.3))
 
 
 def test_of_two_ranks_the_slower_one_is_late() -> None:
-    found = paces({0: profile(0.25), 1: profile(0.05)})
+    found = paces_to_find_stragglers({0: profile(0.25), 1: profile(0.05)})
     assert found[0].slowdown > 2 and found[1].slowdown == 1
 
 
 def test_a_rank_that_is_late_once_is_late_even_if_all_wait_for_each_other_afterwards() -> None:
     """The last collective sums the loss: all ranks enter it together."""
-    found = paces({0: profile(0.05, 0.29), 1: profile(0.05, 0.29), 2: profile(0.25, 0.29)})
+    found = paces_to_find_stragglers({0: profile(0.05, 0.29), 1: profile(0.05, 0.29), 2: profile(0.25, 0.29)})
     assert found[2].lateness == pytest.approx(0.2)
 
 
 def test_on_gpus_the_rank_whose_collectives_take_the_least_time_is_late() -> None:
-    found = paces({r: profile(0.01, waiting=0.02 if r == 1 else 0.22) for r in range(4)})
+    found = paces_to_find_stragglers({r: profile(0.01, waiting=0.02 if r == 1 else 0.22) for r in range(4)})
     assert found[1].lateness == pytest.approx(0.2) and found[0].lateness == 0
 
 
 def test_ranks_with_other_collectives_are_not_compared() -> None:
-    assert set(paces({0: profile(0.1, 0.2), 1: profile(0.1, 0.2), 2: profile(0.25)})) == {0, 1}
-    assert paces({0: profile(0.1)}) == {}
+    assert set(paces_to_find_stragglers({0: profile(0.1, 0.2), 1: profile(0.1, 0.2), 2: profile(0.25)})) == {0, 1}
+    assert paces_to_find_stragglers({0: profile(0.1)}) == {}
 
 
 def test_without_collectives_the_times_of_steps_are_compared() -> None:
-    found = paces({0: profile(period=0.1), 1: profile(period=0.1), 2: profile(period=0.3)})
+    found = paces_to_find_stragglers({0: profile(period=0.1), 1: profile(period=0.1), 2: profile(period=0.3)})
     assert found[2].slowdown == pytest.approx(3.0) and found[0].slowdown == 1
 
 
@@ -125,9 +125,9 @@ def test_the_evidence_names_throttled_gpus_steal_and_load() -> None:
         3, memory_used=70 << 30, memory_total=80 << 30, clock=345, clock_max=1980, throttled=("power brake",)
     )
     sample = NodeSample(20.0, 1, 0.0, 0, (), (GpuSample(0, clock=1980, clock_max=1980), slow), (), 3.25, 7.0)
-    assert straggler_evidence(sample, (10.0, 5.0)) == (
+    assert straggler_hardware_text(sample, (10.0, 5.0)) == (
         "GPU 3: 345 of 1980 MHz, throttled by power brake, 70.0 GiB of 80.0 GiB in use, "
         "CPU steal 20 %, load 3.2 per CPU"
     )
     healthy = NodeSample(20.0, 1, 0.0, 0, (), (GpuSample(0, clock=1980, clock_max=1980),))
-    assert straggler_evidence(healthy, None) == "no GPU is throttled"
+    assert straggler_hardware_text(healthy, None) == "no GPU is throttled"

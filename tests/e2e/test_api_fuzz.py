@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, given, settings
 
 from ripstop.api.http_api import ROUTES, Api
 from ripstop.api.routes import ApiRoute
-from ripstop.protocol.secret import api_token
+from ripstop.protocol.secret import api_token_from_secret
 from tests.e2e.harness import SCRIPTS, Job, wait_until
 
 TOKEN = "the job's own"
-HEADERS = {"Authorization": f"Bearer {api_token(TOKEN, 'fuzz')}"}
+HEADERS = {"Authorization": f"Bearer {api_token_from_secret(TOKEN, 'fuzz')}"}
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ripstop.protocol.secret import api_token
+from ripstop.protocol.secret import api_token_from_secret
 from tests.docs.test_alerts import RULES
 from tests.docs.test_tables import DASHBOARD, queries
 from tests.e2e.harness import SCRIPTS, Job, free_port, wait_until
@@ -93,7 +93,7 @@ def is_up(process: subprocess.Popen[bytes], port: int) -> bool | None:
 def prometheus(folder: Path, job: Job) -> Iterator[Prometheus]:
     """A Prometheus that reads the job's metrics until the test ends."""
     token, config, log = folder / "token", folder / "prometheus.yml", folder / "prometheus.log"
-    token.write_text(api_token(TOKEN, "e2e"))
+    token.write_text(api_token_from_secret(TOKEN, "e2e"))
     config.write_text(CONFIG.format(token=token, port=job.port, rules=RULES))
     for attempt in range(5):  # another process may take the port first
         port = free_port()

@@ -11,7 +11,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from ripstop.model.events import StateReplicated, event_kind
-from ripstop.protocol.secret import api_token
+from ripstop.protocol.secret import api_token_from_secret
 from tests.e2e.harness import SCRIPTS, Agent, Job, WorkerEvent, wait_until
 
 SHARDS = SCRIPTS / "shards.py"
@@ -42,7 +42,7 @@ def start_all(job: ReplicatedJob, *flags: str, **env: str) -> list[Agent]:
 def copies(job: Job) -> dict[str, Any] | None:
     """The complete set of the job's State."""
     url = f"http://127.0.0.1:{job.port}/api/v1/status"
-    request = Request(url, headers={"Authorization": f"Bearer {api_token(SECRET, 'e2e')}"})
+    request = Request(url, headers={"Authorization": f"Bearer {api_token_from_secret(SECRET, 'e2e')}"})
     with urlopen(request, timeout=120) as reply:
         found = json.load(reply)["replication"]
     return found[0] if found and found[0]["commits"] is not None else None

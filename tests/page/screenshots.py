@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ripstop.protocol.secret import api_token
+from ripstop.protocol.secret import api_token_from_secret
 from tests.page import simulated_job
 from tests.page.browser import launched, playwright, tab
 from tests.page.test_page import SECRET, add_node, job_in, origin, until_running
@@ -21,7 +21,7 @@ WIDE = {"width": 1360, "height": 900}
 
 
 def real_job(browser: object, folder: Path) -> None:
-    token = api_token(SECRET, RUN_ID)
+    token = api_token_from_secret(SECRET, RUN_ID)
     with tempfile.TemporaryDirectory() as place, job_in(Path(place), SLOW="5", STEP_S="0.1") as job:
         add_node(job, workers=4, run_id=RUN_ID)
         add_node(job, workers=4, run_id=RUN_ID)
@@ -60,7 +60,7 @@ def real_job(browser: object, folder: Path) -> None:
 
 def large_job(browser: object, folder: Path) -> None:
     with simulated_job.simulated(500, 8) as address, tab(browser, address, viewport=WIDE) as opened:
-        page = opened.open(api_token(simulated_job.TOKEN, simulated_job.RUN_ID))
+        page = opened.open(api_token_from_secret(simulated_job.TOKEN, simulated_job.RUN_ID))
         expect(page.locator("#problems")).to_contain_text("no heartbeat")
         page.locator("#rank-mode").select_option("step")
         page.locator("#ranks").screenshot(path=folder / "page-ranks.png")

@@ -20,7 +20,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from ripstop.coordinator.driver import Coordinator, CoordinatorSession
+from ripstop.coordinator.driver import Coordinator, CoordinatorDriverSession
 from ripstop.coordinator.job_types import JobSettings
 from ripstop.model.config import Budget, Timing
 from ripstop.model.event_json import to_json
@@ -49,7 +49,7 @@ class SimulatedNode:
         self._place: Place | None = None
         self._began = 0.0
         self._loop = asyncio.get_running_loop()
-        self._session: CoordinatorSession = coordinator.attach(self._id, self._receive, lambda: None)
+        self._session: CoordinatorDriverSession = coordinator.attach(self._id, self._receive, lambda: None)
         node = Node(self._id, f"10.0.{number // 250}.{number % 250}", slots)
         self._session.receive(Join(node, nodes, nodes, ready=Ready(29500, 0)))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ripstop.protocol.secret import api_token
+from ripstop.protocol.secret import api_token_from_secret
 from tests.e2e.harness import SCRIPTS, Agent, Job, wait_until
 from tests.page import simulated_job
 from tests.page.browser import launched, playwright, tab
@@ -22,7 +22,7 @@ expect = playwright.expect
 SECRET = "the job's own"
 RUN_ID = "page"
 SCRIPT = SCRIPTS / "reporting.py"
-TOKEN = api_token(SECRET, RUN_ID)
+TOKEN = api_token_from_secret(SECRET, RUN_ID)
 HOSTILE = '<img src=x onerror="window.attacked=1"><script>window.attacked=1</script>'
 ROUND = "#tiles .tile:nth-child(2) .value"
 
@@ -275,7 +275,7 @@ def test_the_page_reconnects_to_a_restarted_coordinator(browser: Any, tmp_path: 
 def test_html_of_the_job_is_shown_and_never_run(browser: Any, tmp_path: Path) -> None:
     go = tmp_path / "go"
     run_id = "<b><script>window.attacked=1<\\script>"
-    token = api_token(SECRET, run_id)
+    token = api_token_from_secret(SECRET, run_id)
     env = {"SAYS": f"\x1b[31m{HOSTILE}\x1b[0m\x07\n{'y' * 100_000}", "RAISE": "0", "WHEN": str(go)}
     with job_in(tmp_path, **env) as job, tab(browser, origin(job)) as opened:
         add_node(job, "--max-restarts=1", workers=1, run_id=run_id)
@@ -362,7 +362,7 @@ def test_ripstop_page_serves_a_job_without_a_port(browser: Any, tmp_path: Path) 
 
 def test_4000_ranks_are_shown_filtered_and_opened(browser: Any) -> None:
     with simulated_job.simulated(nodes=500, slots=8) as address, tab(browser, address) as opened:
-        page = opened.open(api_token(simulated_job.TOKEN, simulated_job.RUN_ID))
+        page = opened.open(api_token_from_secret(simulated_job.TOKEN, simulated_job.RUN_ID))
         count = page.locator("#rank-count")
         expect(count).to_have_text("4,000")
         expect(page.locator("#problems")).to_contain_text(f"Rank {simulated_job.SILENT_RANK}: no heartbeat")

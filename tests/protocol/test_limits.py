@@ -7,9 +7,9 @@ from ripstop.protocol.limits import (
     MAX_NAME,
     MAX_PHRASE,
     MAX_REASON,
-    bounded,
-    bounded_record,
+    event_record_within_limits,
     is_name_within_limits,
+    message_within_limits,
 )
 from ripstop.protocol.messages import Closing, Failed, Heartbeat, Join, Leaving, Ready
 
@@ -20,7 +20,7 @@ FAILURE = Failure(0, 0, 1, LONG, 1.0, None, None, LONG, LONG, LONG, LONG, (LONG,
 
 
 def test_a_failure_and_its_hang_are_truncated() -> None:
-    message = bounded(Failed(1, (FAILURE, FAILURE)))
+    message = message_within_limits(Failed(1, (FAILURE, FAILURE)))
     assert isinstance(message, Failed)
     failure, other = message.failures
     assert failure == other
@@ -37,7 +37,7 @@ def test_a_failure_and_its_hang_are_truncated() -> None:
 
 
 def test_the_end_of_a_log_is_kept() -> None:
-    message = bounded(Failed(1, (Failure(0, 0, 1, "h", 1.0, log_tail=tuple(map(str, range(100)))),)))
+    message = message_within_limits(Failed(1, (Failure(0, 0, 1, "h", 1.0, log_tail=tuple(map(str, range(100)))),)))
     assert isinstance(message, Failed)
     assert message.failures[0].log_tail == tuple(map(str, range(36, 100)))
 
@@ -45,7 +45,7 @@ def test_the_end_of_a_log_is_kept() -> None:
 def test_a_join_is_truncated_except_for_the_names_that_admission_checks() -> None:
     node = Node("a", LONG, 1, LONG, label=LONG)
     join = Join(node, 1, 2, closing=Closing(LONG, Outcome.STOPPED), problems=(LONG,) * 20, health_interval=1e9)
-    message = bounded(join)
+    message = message_within_limits(join)
     assert isinstance(message, Join) and message.closing is not None
     assert message.node == node
     assert len(message.closing.why) == MAX_REASON and message.closing.outcome is Outcome.STOPPED
@@ -55,16 +55,16 @@ def test_a_join_is_truncated_except_for_the_names_that_admission_checks() -> Non
 
 def test_a_message_within_the_limits_does_not_change() -> None:
     for message in (Ready(1, 2), Heartbeat(), Leaving("drained"), Join(Node("a", "h", 1), 1, 2, ready=Ready(1, 2))):
-        assert bounded(message) == message
-    assert bounded(Leaving(LONG)) == Leaving("x" * (MAX_PHRASE - 1) + "…")
+        assert message_within_limits(message) == message
+    assert message_within_limits(Leaving(LONG)) == Leaving("x" * (MAX_PHRASE - 1) + "…")
 
 
 def test_an_event_record_is_truncated() -> None:
-    event = bounded_record(EventRecord(1, 1.0, "a", NodeUnhealthy("a", (LONG,) * 1000))).event
+    event = event_record_within_limits(EventRecord(1, 1.0, "a", NodeUnhealthy("a", (LONG,) * 1000))).event
     assert isinstance(event, NodeUnhealthy)
     assert [len(problem) for problem in event.problems] == [MAX_NAME] * MAX_EVENT_ITEMS
     pids = tuple(range(100_000))
-    event = bounded_record(EventRecord(1, 1.0, "a", WorkersStarted(1, 0, 1, 0, pids, 1.0, 1.0, LONG))).event
+    event = event_record_within_limits(EventRecord(1, 1.0, "a", WorkersStarted(1, 0, 1, 0, pids, 1.0, 1.0, LONG))).event
     assert isinstance(event, WorkersStarted)
     assert (len(event.pids), len(event.why)) == (4096, MAX_TEXT)
 

@@ -1,9 +1,9 @@
 import pytest
 from msgspec.structs import replace
 
-from ripstop.protocol.secret import Exchange, proofs_match
+from ripstop.protocol.secret import SecretProofExchange, proofs_match
 
-EXCHANGE = Exchange(run_id="job", node="a", coordinator_nonce="c0ffee", agent_nonce="beef")
+EXCHANGE = SecretProofExchange(run_id="job", node="a", coordinator_nonce="c0ffee", agent_nonce="beef")
 
 
 def test_two_sides_with_one_secret_agree() -> None:

@@ -105,11 +105,11 @@ def a_rejoining_node_is_not_synchronized(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_highest_round_does_not_win(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(recovery, "adopt_newer_round", lambda job, held, now: [])
+    patch.setattr(recovery, "recover_newer_round", lambda job, held, now: [])
 
 
 def rounds_with_the_same_number_are_treated_as_one(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(recovery, "is_recovered", lambda job, held: held.round == job.round)
+    patch.setattr(recovery, "is_in_recovery_round", lambda job, held: held.round == job.round)
 
 
 def the_budget_is_unlimited(patch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def the_budget_is_unlimited(patch: pytest.MonkeyPatch) -> None:
 
 
 def progress_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(job, "is_early_failure", lambda run_time, progressed: True)
+    patch.setattr(job, "is_early_for_restart_budget", lambda run_time, progressed: True)
 
 
 def a_diagnosis_never_ends(patch: pytest.MonkeyPatch) -> None:

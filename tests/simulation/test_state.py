@@ -94,17 +94,17 @@ def _is_state_lost(command: AgentCommand) -> bool:
 
 
 def a_slow_node_stays(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(departure, "replace_straggler", lambda job, slow, now: None)
+    patch.setattr(departure, "begin_straggler_departure", lambda job, slow, now: None)
 
 
 def a_departure_is_charged(patch: pytest.MonkeyPatch) -> None:
-    original = departure.begin
+    original = departure.begin_departure
 
-    def begin(job: Job, node: str, leaving: Any) -> None:
+    def begin_departure(job: Job, node: str, leaving: Any) -> None:
         job.restarts.charge(job._now, Cause.APPLICATION, early=False)
         original(job, node, leaving)
 
-    patch.setattr(departure, "begin", begin)
+    patch.setattr(departure, "begin_departure", begin_departure)
 
 
 MUTANTS: dict[Patch, int] = {  # a schedule that catches it, tried first

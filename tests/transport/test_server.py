@@ -28,7 +28,7 @@ from ripstop.protocol.messages import (
     Succeeded,
     Welcome,
 )
-from ripstop.protocol.secret import Exchange
+from ripstop.protocol.secret import SecretProofExchange
 from ripstop.transport import agent_authentication, api_authorization, connection_limits
 from ripstop.transport.rejection_log import RejectionLog
 from ripstop.transport.websocket import CLOSE_CODE_RETURNING, PREAUTH_HEADER
@@ -40,7 +40,7 @@ WELCOME_OR_REJECTED: tuple[type[Welcome | Rejected], ...] = (Welcome, Rejected)
 def preauth_hello(token: str = "s3cret", run_id: str = "job", node: str = "a", nonce: str = "") -> str:
     """The pre-auth header of an agent's request."""
     nonce = nonce or secrets.token_hex(16)
-    return encode(Hello(run_id, node, nonce, Exchange(run_id, node, "", nonce).agent_proof(token)))
+    return encode(Hello(run_id, node, nonce, SecretProofExchange(run_id, node, "", nonce).agent_proof(token)))
 
 
 @contextlib.asynccontextmanager
@@ -59,7 +59,7 @@ async def do_handshake(
 ) -> tuple[Hello, Welcome | Rejected]:
     """The agent's side of the handshake."""
     challenge = decode(await ws.receive_str(), (Challenge,))
-    exchange = Exchange(run_id, node, challenge.nonce, "00" * 16)
+    exchange = SecretProofExchange(run_id, node, challenge.nonce, "00" * 16)
     hello = Hello(run_id, node, exchange.agent_nonce, exchange.agent_proof(token))
     await ws.send_str(encode(hello))
     return hello, decode(await ws.receive_str(), WELCOME_OR_REJECTED)
@@ -88,7 +88,7 @@ def test_agent_and_coordinator_prove_the_secret_to_each_other(harness: Any) -> N
     async def scenario() -> None:
         async with harness.serving(lease=7.0) as (_, address), connection(address) as ws:
             challenge = decode(await ws.receive_str(), (Challenge,))
-            exchange = Exchange("job", "a", challenge.nonce, "00" * 16)
+            exchange = SecretProofExchange("job", "a", challenge.nonce, "00" * 16)
             await ws.send_str(encode(Hello("job", "a", exchange.agent_nonce, exchange.agent_proof("s3cret"))))
             welcome = decode(await ws.receive_str(), (Welcome,))
             assert (welcome.proof, welcome.lease) == (exchange.coordinator_proof("s3cret"), 7.0)

@@ -64,7 +64,7 @@ def node_activity(agent: "Agent") -> Activity:
     return Activity(ActivityKind.WAITING, agent.notice)
 
 
-def describe(activity: Activity, seconds: float) -> str:
+def describe_activity(activity: Activity, seconds: float) -> str:
     """The line of an activity that began `seconds` ago; empty if there is nothing to say."""
     kind, detail = activity.kind, activity.detail
     time = elapsed(seconds) + (f" of {elapsed(activity.limit)}" if activity.limit is not None else "")
@@ -76,7 +76,7 @@ def describe(activity: Activity, seconds: float) -> str:
     return f"{kind.value}, {time}" + (f": {detail}" if detail else "")
 
 
-def next_line_after(kind: ActivityKind, seconds: float) -> float:
+def next_activity_line_after(kind: ActivityKind, seconds: float) -> float:
     """After how many seconds of an activity its next log line is due, if `seconds` have passed."""
     due = FIRST_LINES_S.get(kind, FIRST_LINE_S)
     while due <= seconds and due < MAX_INTERVAL_S:

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from ripstop.agent.activity import Activity, ActivityKind, describe, next_line_after
+from ripstop.agent.activity import Activity, ActivityKind, describe_activity, next_activity_line_after
 from ripstop.system.live_line import LiveLine
 
 log = logging.getLogger("ripstop.agent")
@@ -38,17 +38,17 @@ class ActivityReporter:
         if (key := (activity.kind, activity.round)) != self._key:
             self._key, self._since, self._logged_after = key, now, 0.0
         seconds = now - self._since
-        due = next_line_after(activity.kind, self._logged_after)
+        due = next_activity_line_after(activity.kind, self._logged_after)
         if self._live is not None and is_shown:
-            self._live.show(describe(activity, seconds) if seconds >= LIVE_DELAY_S else "")
+            self._live.show(describe_activity(activity, seconds) if seconds >= LIVE_DELAY_S else "")
             due = seconds + LIVE_INTERVAL_S - seconds % LIVE_INTERVAL_S if seconds >= LIVE_DELAY_S else LIVE_DELAY_S
         else:
             if self._live is not None:
                 self._live.show("")
             if seconds >= due:
                 self._logged_after = seconds
-                due = next_line_after(activity.kind, seconds)
-                if text := describe(activity, seconds):
+                due = next_activity_line_after(activity.kind, seconds)
+                if text := describe_activity(activity, seconds):
                     log.info("%s", text)
         self._set_timer(self._since + due)
 

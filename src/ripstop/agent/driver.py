@@ -22,7 +22,7 @@ from ripstop.agent import machine_status
 from ripstop.agent.activity import Activity, ActivityKind, node_activity
 from ripstop.agent.activity_reporter import ActivityReporter
 from ripstop.agent.event_recorder import EventRecorder
-from ripstop.agent.health.assessment import problems
+from ripstop.agent.health.assessment import assess_health_problems
 from ripstop.agent.health.measurements import HealthProbe
 from ripstop.agent.machine import Agent
 from ripstop.agent.machine_io import (
@@ -135,7 +135,7 @@ class AgentDriver:
         self._faults = self._open_fault_injector() if config.allow_chaos else None
         self._health_probe = HealthProbe(config.health, str(directory.path), environ)
         self._health_checks: asyncio.Task[None] | None = None
-        self._signals = _agent_signals(config.signals)
+        self._signals = _agent_driver_signals(config.signals)
         self._memory: tuple[Memory, float] | None = None  # of the coordinator, for the next one; when it came
         self._last_message: Left | None = None  # sent when the log followers are done
 
@@ -172,7 +172,7 @@ class AgentDriver:
 
     def reason_not_ready(self) -> str:
         """Why this agent cannot work for its job now; "" if it can."""
-        return machine_status.reason_not_ready(self._machine)
+        return machine_status.machine_not_ready_status(self._machine)
 
     def _activity(self) -> tuple[Activity, bool]:
         """What this node does, and whether a live line can show it.  Only the node of rank 0 logs its steps."""
@@ -252,7 +252,7 @@ class AgentDriver:
                 has_failed = True
             else:
                 is_joining = not self._machine.passed_health_check
-                self._feed(HealthChecked(problems(facts, limits, joining=is_joining)))
+                self._feed(HealthChecked(assess_health_problems(facts, limits, joining=is_joining)))
             await asyncio.sleep(limits.interval)
 
     def _on_timer(self) -> None:
@@ -388,7 +388,7 @@ def _agent_started(config: RunConfig) -> AgentStarted:
     )
 
 
-def _agent_signals(names: Iterable[str]) -> list[signal.Signals]:
+def _agent_driver_signals(names: Iterable[str]) -> list[signal.Signals]:
     """None outside the main thread, where Python delivers signals; no SIGHUP under nohup, which ignores it."""
     if threading.current_thread() is not threading.main_thread():
         return []

@@ -148,7 +148,7 @@ class FaultInjector:
                     raise _Impossible("this agent hosts the coordinator, so there is no connection to drop")
                 return self._drop_connection()
             case FaultKind.DISK_FILL:
-                return self._fill_disk(_unnamed_file(self._directory), fault.bytes, fault.seconds)
+                return self._fill_disk(_unnamed_file_for_fault(self._directory), fault.bytes, fault.seconds)
 
     # workers ----------------------------------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class FaultInjector:
     async def _stop_worker(self, pid: int, seconds: float) -> str:
         self._signal_worker(pid, signal.SIGSTOP)
         try:
-            return await _wait_for_fault_end(pid, seconds)
+            return await _await_injected_fault_end(pid, seconds)
         finally:
             self._signal_worker(pid, signal.SIGCONT)
 
@@ -167,14 +167,14 @@ class FaultInjector:
         loop, stopped = asyncio.get_running_loop(), SLOW_PERIOD_S * percent / 100
         end, why = loop.time() + seconds, ""
         while loop.time() < end and not why:
-            why = await self._stop_worker(pid, stopped) or await _wait_for_fault_end(pid, SLOW_PERIOD_S - stopped)
+            why = await self._stop_worker(pid, stopped) or await _await_injected_fault_end(pid, SLOW_PERIOD_S - stopped)
         return why
 
     async def _exhaust_memory(self, pid: int, group: Path, seconds: float) -> str:
         """Memory that the worker has is not counted in its new cgroup; what it allocates from now on is."""
         try:
-            _move(pid, group)
-            return await _wait_for_fault_end(pid, seconds) or "the worker allocated too little to be killed"
+            _move_process_for_fault(pid, group)
+            return await _await_injected_fault_end(pid, seconds) or "the worker allocated too little to be killed"
         finally:
             _close_fault_cgroup(group)
 
@@ -207,7 +207,7 @@ class FaultInjector:
     async def _fill_disk(self, file: BinaryIO, size: int, seconds: float) -> str:
         is_over = threading.Event()
         try:
-            filling = start_daemon_thread(partial(_fill, file, size, is_over), "ripstop-disk-fill")
+            filling = start_daemon_thread(partial(_inject_disk_fill, file, size, is_over), "ripstop-disk-fill")
             await asyncio.sleep(seconds)
         finally:
             is_over.set()
@@ -219,7 +219,7 @@ class _Impossible(Exception):
     """Why this machine cannot inject the fault."""
 
 
-async def _wait_for_fault_end(pid: int, seconds: float) -> str:
+async def _await_injected_fault_end(pid: int, seconds: float) -> str:
     """Wait for this time, or until the process ends; a remark if it ended."""
     try:
         pidfd = os.pidfd_open(pid)
@@ -259,7 +259,7 @@ def _small_cgroup(pid: int) -> Path:
     return group
 
 
-def _move(pid: int, group: Path) -> None:
+def _move_process_for_fault(pid: int, group: Path) -> None:
     (group / "cgroup.procs").write_text(str(pid))
 
 
@@ -268,14 +268,14 @@ def _close_fault_cgroup(group: Path) -> None:
     for _ in range(MAX_MOVES):
         for pid in (group / "cgroup.procs").read_text().split():
             with suppress(OSError):  # it has ended
-                _move(int(pid), group.parent)
+                _move_process_for_fault(int(pid), group.parent)
         with suppress(OSError):
             group.rmdir()
             return
     raise OSError(errno.EBUSY, f"processes stay in {group}")
 
 
-def _unnamed_file(directory: Path) -> BinaryIO:
+def _unnamed_file_for_fault(directory: Path) -> BinaryIO:
     """A file without a name: the kernel frees it when the agent ends.  Links are not followed."""
     from tempfile import TemporaryFile  # rarely needed
 
@@ -301,7 +301,7 @@ def _fault_would_fill_memory(fd: int) -> bool:
     return False
 
 
-def _fill(file: BinaryIO, size: int, is_over: threading.Event) -> int:
+def _inject_disk_fill(file: BinaryIO, size: int, is_over: threading.Event) -> int:
     """Take disk space up to this size, or until the disk is full; keep it until the fault is over."""
     taken = 0
     with file:

@@ -48,7 +48,7 @@ def has_notice(source: str) -> bool:
     connection = http.client.HTTPConnection(str(url.hostname), url.port or 80, timeout=REQUEST_TIMEOUT_S)
     connection.connect()
     end = time.monotonic() + REQUEST_TIMEOUT_S
-    deadline = threading.Timer(REQUEST_TIMEOUT_S, _abort_notice_request, (connection.sock,))  # rule 5
+    deadline = threading.Timer(REQUEST_TIMEOUT_S, _abort_preemption_notice_request, (connection.sock,))  # rule 5
     deadline.daemon = True
     deadline.start()
     try:
@@ -66,7 +66,7 @@ def has_notice(source: str) -> bool:
         connection.close()
 
 
-def _abort_notice_request(connection: socket.socket) -> None:
+def _abort_preemption_notice_request(connection: socket.socket) -> None:
     """A thread that reads from it gets an error, or the end of the reply."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -125,12 +125,12 @@ class QueryHandler:
         return text
 
 
-def _reply_fields(record: Struct) -> dict[str, Any]:
+def _query_reply_fields(record: Struct) -> dict[str, Any]:
     fields: dict[str, Any] = to_builtins(record)
     return fields
 
 
-async def _stacks(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, Any]:
+async def _answer_stacks_query(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, Any]:
     """The stacks of one `rank`, or of all workers of this node."""
     from ripstop.diagnostics.flight_recorder_query import HEALTHY, query_ranks
 
@@ -169,15 +169,15 @@ def _flight_recorder_reply(flight: "FlightDump") -> dict[str, Any]:
     """The content of a worker's flight recorder, or why it is empty."""
     if not flight.standings:
         return {"recorder": f"none: {flight.why or 'nothing is recorded; NCCL is recorded only where a worker hangs'}"}
-    return {"standings": [_reply_fields(standing) for standing in flight.standings]}
+    return {"standings": [_query_reply_fields(standing) for standing in flight.standings]}
 
 
-async def _workers(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, Any]:
+async def _answer_workers_query(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, Any]:
     workers = handler.running_workers()
     return {"round": workers.place.round, "pids": workers.pids}
 
 
-async def _step(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, Any]:
+async def _answer_step_query(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, Any]:
     """The progress of the worker of this `rank`: a `StepSample`."""
     from ripstop.model.usage import StepSample
 
@@ -186,18 +186,18 @@ async def _step(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, 
     if progress is None or progress.step is None or progress.step_age is None:
         raise QueryFailed(f"rank {rank} reports no steps now")
     at = time.time() - progress.step_age
-    return _reply_fields(StepSample(workers.place.round, progress.step, at, progress.commit_age))
+    return _query_reply_fields(StepSample(workers.place.round, progress.step, at, progress.commit_age))
 
 
-async def _log(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, Any]:
+async def _answer_log_query(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, Any]:
     """A piece of a worker's log.  The agent does not end before a client named as `reader` has read the whole log."""
     client = details.get("reader")
     if client is None:
-        return await _read_log(handler, details)
+        return await _read_log_for_query(handler, details)
     handler.log_followers.on_query(str(client))
     is_last = False
     try:
-        piece = await _read_log(handler, details)
+        piece = await _read_log_for_query(handler, details)
         is_last = piece["end"]
         return piece
     except QueryFailed:
@@ -207,7 +207,7 @@ async def _log(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, A
         handler.log_followers.on_reply(str(client), is_last=is_last)
 
 
-async def _read_log(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, Any]:
+async def _read_log_for_query(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, Any]:
     """The log of `round` from `offset`, or the last `tail` lines of the current round's log.
 
     After the end of an older round's log, the reply is the start of the current round's.  At the end of the current log
@@ -229,9 +229,9 @@ async def _read_log(handler: QueryHandler, details: Mapping[str, Any]) -> dict[s
         if older is not None:
             piece = await run_in_daemon_thread(partial(log_reader.read_log_chunk, older, offset, finished=True))
             if piece.text:
-                return {"round": round, "end": False} | _reply_fields(piece)
+                return {"round": round, "end": False} | _query_reply_fields(piece)
         offset = 0
-    path = await _log_file(workers, rank, stream)
+    path = await _log_file_for_query(workers, rank, stream)
     finished = workers.all_stopped  # before the read: nothing is written after it
     until = None
     if "tail" in details:
@@ -241,10 +241,10 @@ async def _read_log(handler: QueryHandler, details: Mapping[str, Any]) -> dict[s
         await log_reader.wait_for_larger_log(path, piece.size, min(wait, MAX_WAIT_S), workers.stopped)
         finished = workers.all_stopped
         piece = await run_in_daemon_thread(partial(log_reader.read_log_chunk, path, offset, finished=finished))
-    return {"round": current, "end": finished and piece.next >= piece.size} | _reply_fields(piece)
+    return {"round": current, "end": finished and piece.next >= piece.size} | _query_reply_fields(piece)
 
 
-async def _log_file(workers: QueriedWorkers, rank: int, stream: OutputStreams) -> Path:
+async def _log_file_for_query(workers: QueriedWorkers, rank: int, stream: OutputStreams) -> Path:
     local = workers.local_rank(rank)
     path = workers.logs.stdout(local) if stream is OutputStreams.OUT else workers.logs.stderr(local)
     name = "stdout" if stream is OutputStreams.OUT else "stderr"
@@ -257,19 +257,19 @@ async def _log_file(workers: QueriedWorkers, rank: int, stream: OutputStreams) -
     return path
 
 
-async def _sample(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, Any]:
+async def _answer_sample_query(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, Any]:
     """What this node and its workers use now: a `NodeSample`."""
     from ripstop.agent.usage_sampler import sample
 
     gpus, workers = await handler.gpus.sample(), handler.find_workers()
     running = None if workers is None or workers.all_stopped else workers
-    return _reply_fields(await run_in_daemon_thread(partial(sample, running, gpus, handler.find_standbys())))
+    return _query_reply_fields(await run_in_daemon_thread(partial(sample, running, gpus, handler.find_standbys())))
 
 
 QUERIES: dict[str, Callable[[QueryHandler, Mapping[str, Any]], Awaitable[dict[str, Any]]]] = {
-    "log": _log,
-    "sample": _sample,
-    "stacks": _stacks,
-    "step": _step,
-    "workers": _workers,
+    "log": _answer_log_query,
+    "sample": _answer_sample_query,
+    "stacks": _answer_stacks_query,
+    "step": _answer_step_query,
+    "workers": _answer_workers_query,
 }

@@ -19,10 +19,10 @@ from ripstop.agent import machine_io
 from ripstop.agent.event_recorder import EventRecorder
 from ripstop.agent.query_handler import QueriedWorkers
 from ripstop.agent.recovery_clock import RecoveryClock
-from ripstop.agent.round_state import Round
+from ripstop.agent.round_state import AgentRound
 from ripstop.agent.store_ports import StorePorts
 from ripstop.agent.worker_exits import ExitKind, WorkerExits
-from ripstop.agent.worker_specs import WorkerSpecs, open_standbys
+from ripstop.agent.worker_specs import WorkerSpecs, open_standbys_with_worker_specs
 from ripstop.diagnostics.evidence import memory_evidence
 from ripstop.diagnostics.evidence_events import MAX_RECORDED, evidence_to_event
 from ripstop.diagnostics.hang_monitor import HangMonitor, MonitoredWorkers
@@ -36,7 +36,7 @@ from ripstop.model.failure import Failure
 from ripstop.model.round import Place
 from ripstop.model.usage import StandbySample
 from ripstop.protocol.messages import Replicated
-from ripstop.protocol.secret import state_key
+from ripstop.protocol.secret import state_key_from_secret
 from ripstop.replication.supervisor import Supervisor
 from ripstop.workers.elastic_workers import ElasticWorkers
 from ripstop.workers.environment import ROUND_VARIABLES
@@ -82,7 +82,7 @@ class RoundRunner:
         self._loop = asyncio.get_running_loop()
         self._timers = self._open_timers(config.timer_pipe) if config.timer_pipe else None
         self._children = spawner.children.open()
-        self._standbys = open_standbys(config, spawner, environ, recorder.record, self._shadowed_spec)
+        self._standbys = open_standbys_with_worker_specs(config, spawner, environ, recorder.record, self._shadowed_spec)
         self._spawner = self._standbys or spawner
         self._logs_source = logs_source
         if config.logs.specs:
@@ -106,7 +106,7 @@ class RoundRunner:
         self._state_memory.on_final_commits = lambda *made: report(machine_io.FinalCommitDone(*made))
         self._state_memory.on_state_lost = lambda round, why: report(machine_io.StateLost(round, why))
         self.replication = Supervisor(config, node, self._state_memory, self._children, send_replicated)
-        self._round: Round | None = None  # the one that runs, or ran last
+        self._round: AgentRound | None = None  # the one that runs, or ran last
         self._stores = StorePorts(environ, self._children, run_task, self._on_port_open)
         self._recovery: RecoveryClock | None = None  # of the workers that the next ones replace
 
@@ -187,7 +187,7 @@ class RoundRunner:
     async def _start(self, place: Place, why: str, host: str) -> None:
         began = self._loop.time()
         logs = self._new_logs(place)
-        round = self._round = Round(place, host, logs, memory_evidence(), WorkerExits(place.slots))
+        round = self._round = AgentRound(place, host, logs, memory_evidence(), WorkerExits(place.slots))
         try:
             if self._logs_source is not None:
                 round.logs = await self._logs_from_source(self._logs_source, place, logs)
@@ -214,11 +214,11 @@ class RoundRunner:
         envs = {rank: self._specs.environment(place, rank, default.error_file(rank)) for rank in range(place.slots)}
         return await source.round_logs(self._directory.path, place, envs)
 
-    def _spec(self, round: Round, local_rank: int) -> ProcessSpec:
+    def _spec(self, round: AgentRound, local_rank: int) -> ProcessSpec:
         recorder = round.recorder_sockets[local_rank] if round.recorder_sockets else ""
         return self._specs.process(round.place, local_rank, round.logs, recorder)
 
-    def _on_started(self, round: Round, group: Group, why: str, began: float) -> None:
+    def _on_started(self, round: AgentRound, group: Group, why: str, began: float) -> None:
         if self._round is not round:
             return  # another round has replaced it meanwhile
         self._record_start(round, group.pids, why, began)
@@ -243,7 +243,7 @@ class RoundRunner:
         group = old.group
         staying = {rank for rank in kept if rank in group.live}
         logs = KeptLogDirectories(self._new_logs(place), dict.fromkeys(staying, old.logs))
-        round = Round(place, host, logs, old.memory_at_start, WorkerExits(place.slots), group, reforming=staying)
+        round = AgentRound(place, host, logs, old.memory_at_start, WorkerExits(place.slots), group, reforming=staying)
         round.kept = len(staying)
         if self._config.hang_timeout:
             sockets = {rank: path for rank, path in enumerate(old.recorder_sockets) if rank in staying}
@@ -262,7 +262,13 @@ class RoundRunner:
         self._run_task(self._reform(round, group, logs, why, grace, old_store))
 
     async def _reform(
-        self, round: Round, group: Group, logs: KeptLogDirectories, why: str, grace: float, old_store: RoundStore | None
+        self,
+        round: AgentRound,
+        group: Group,
+        logs: KeptLogDirectories,
+        why: str,
+        grace: float,
+        old_store: RoundStore | None,
     ) -> None:
         began, place = self._loop.time(), round.place
         try:
@@ -284,7 +290,7 @@ class RoundRunner:
         self._on_started(round, group, why, began)
 
     async def _start_in_place(
-        self, round: Round, group: Group, logs: KeptLogDirectories, local_ranks: Sequence[int], grace: float
+        self, round: AgentRound, group: Group, logs: KeptLogDirectories, local_ranks: Sequence[int], grace: float
     ) -> None:
         round.starting |= set(local_ranks)
         ranks = sorted(round.starting)
@@ -313,7 +319,7 @@ class RoundRunner:
         round.old_files += [round.logs.files(rank) for rank in local_ranks]
         self._run_task(self._replace(round, local_ranks))
 
-    async def _replace(self, round: Round, local_ranks: Sequence[int]) -> None:
+    async def _replace(self, round: AgentRound, local_ranks: Sequence[int]) -> None:
         began, group, logs = self._loop.time(), round.group, round.logs
         assert group is not None and isinstance(logs, KeptLogDirectories), "only workers that went on are replaced"
         round.close_monitor()
@@ -343,7 +349,7 @@ class RoundRunner:
             self._report(machine_io.WorkerReformed(number, worker[1]))
             self._record_recovery(worker[0])
 
-    def _record_start(self, round: Round, pids: tuple[int, ...], why: str, began: float) -> None:
+    def _record_start(self, round: AgentRound, pids: tuple[int, ...], why: str, began: float) -> None:
         now, place = self._loop.time(), round.place
         pause = now - self._recovery.failed_at if self._recovery else 0.0
         where = place.round, place.first_rank, place.world_size, place.restarts
@@ -352,7 +358,7 @@ class RoundRunner:
         round.started = began, now
         self._record_recovery(round)
 
-    def _record_recovery(self, round: Round) -> None:
+    def _record_recovery(self, round: AgentRound) -> None:
         """When all workers have started, or have gone on."""
         if self._recovery is not None and round.started is not None and not round.reforming:
             recovery, self._recovery = self._recovery, None
@@ -360,7 +366,7 @@ class RoundRunner:
             now = self._loop.time() if round.kept else started_at
             self._recorder.record(recovery.finish(round.place.round, requested_at, now, round.kept))
 
-    def _on_start_failed(self, round: Round, error: StartError) -> None:
+    def _on_start_failed(self, round: AgentRound, error: StartError) -> None:
         place, why = round.place, str(error)
         if isinstance(error, UnkillableError):
             self._report(machine_io.WorkersUnkillable(place.round, why))
@@ -373,7 +379,7 @@ class RoundRunner:
 
     # watch ------------------------------------------------------------------------------------------------------------
 
-    def _monitor(self, round: Round, group: Group) -> HangMonitor:
+    def _monitor(self, round: AgentRound, group: Group) -> HangMonitor:
         subject = MonitoredWorkers(round.place, round.host, group.pids, round.logs, round.recorder_sockets)
 
         def on_hang(failures: tuple[Failure, ...], seconds: float) -> None:
@@ -396,7 +402,7 @@ class RoundRunner:
             if is_training and self._elastic.has_workers():
                 self._stores.prepare(self._spawner)
 
-    def _worker(self, pid: int) -> tuple[Round, int] | None:
+    def _worker(self, pid: int) -> tuple[AgentRound, int] | None:
         """The round, and the local rank of the live worker that this process is or belongs to."""
         round = self._round
         rank = round.group.rank_of(pid) if round is not None and round.group is not None else None
@@ -406,9 +412,9 @@ class RoundRunner:
         if (worker := self._worker(pid)) is None:
             return None
         round, rank = worker
-        return round.identity(rank, state_key(self._secret, self._config.run_id, round.place.round))
+        return round.identity(rank, state_key_from_secret(self._secret, self._config.run_id, round.place.round))
 
-    def _on_exit(self, round: Round, exit: Exit) -> None:
+    def _on_exit(self, round: AgentRound, exit: Exit) -> None:
         number, rank = round.place.round, exit.local_rank
         if exit.exitcode == 0 and rank in round.reforming:
             self._report(machine_io.WorkerLeft(number, rank, has_exited=True))

@@ -18,7 +18,7 @@ from ripstop.workers.group import Exit, Group
 from ripstop.workers.state_memory import WorkerIdentity
 
 
-class Round(Struct):
+class AgentRound(Struct):
     """The workers of one round; `group` is set when they start, `monitor` when all have started."""
 
     place: Place
@@ -38,7 +38,7 @@ class Round(Struct):
     started: tuple[float, float] | None = None  # when the start was requested, and when the workers ran
     stopped: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
-    def require_current(self, current: "Round | None") -> None:
+    def require_current(self, current: "AgentRound | None") -> None:
         """Raise CancelledError if this round was replaced or stopped meanwhile."""
         if current is not self or self.exits.is_stopping:
             raise asyncio.CancelledError

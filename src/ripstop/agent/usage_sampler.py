@@ -53,17 +53,17 @@ def sample(
     workers: QueriedWorkers | None, gpus: tuple[GpuSample, ...], standbys: tuple[StandbySample, ...] = ()
 ) -> NodeSample:
     """A sample of this node.  Call it in a thread: with many processes it takes a while."""
-    number, ranks = (workers.place.round, _rank_samples(workers)) if workers else (0, ())
+    number, ranks = (workers.place.round, _sample_usage_of_ranks(workers)) if workers else (0, ())
     own = time.process_time(), linux.own_memory()
     return NodeSample(time.time(), number, *own, tuple(ranks), gpus, standbys, linux.system_load(), linux.stolen_time())
 
 
-def _rank_samples(workers: QueriedWorkers) -> Iterator[RankSample]:
+def _sample_usage_of_ranks(workers: QueriedWorkers) -> Iterator[RankSample]:
     children = {child.pid for child in linux.children() if not child.dead}  # a dead worker's pid may be reused
     used_by = linux.usage_of_sessions(children.intersection(workers.pids))
     for local_rank, pid in enumerate(workers.pids):
         if used := used_by.get(pid):
-            rank, written = workers.place.first_rank + local_rank, sample_log_bytes(workers.logs.files(local_rank))
+            rank, written = workers.place.first_rank + local_rank, sample_log_usage(workers.logs.files(local_rank))
             usage: tuple[Any, ...] = (rank, round(used.cpu, 3), used.memory, used.threads, used.processes, written)
             if told := workers.progress.get(local_rank):
                 usage += (told.step, told.rate, told.age, told.beats, told.step_age)
@@ -73,7 +73,7 @@ def _rank_samples(workers: QueriedWorkers) -> Iterator[RankSample]:
             yield RankSample(*usage)
 
 
-def sample_log_bytes(files: Iterable[Path]) -> int:
+def sample_log_usage(files: Iterable[Path]) -> int:
     """All bytes ever written to these files.  The size of a log that keeps only its end counts the dropped part too."""
     total = 0
     for file in files:

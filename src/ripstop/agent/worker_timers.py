@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ripstop.agent.event_recorder import EventRecorder
-from ripstop.agent.round_state import Round
+from ripstop.agent.round_state import AgentRound
 from ripstop.agent.worker_exits import TimerAction
 from ripstop.diagnostics.evidence import TimerKill
 from ripstop.diagnostics.stack_dump import dump_stack
@@ -19,7 +19,7 @@ class WorkerTimers:
     def __init__(
         self,
         path: Path,
-        current_round: Callable[[], Round | None],
+        current_round: Callable[[], AgentRound | None],
         recorder: EventRecorder,
         run_task: Callable[[Coroutine[None, None, None]], Any],
     ) -> None:
@@ -45,10 +45,12 @@ class WorkerTimers:
         missed = events.TimersMissed(round.place.round, round.place.first_rank + rank, pid, why)
         self._recorder.record(missed, level=logging.WARNING)
         if action is TimerAction.KILL:
-            self._run_task(_kill(round, round.group, rank, pid, why, signum))
+            self._run_task(_kill_on_worker_timer_expiry(round, round.group, rank, pid, why, signum))
 
 
-async def _kill(round: Round, group: Group, rank: int, pid: int, why: str, signum: int) -> None:
+async def _kill_on_worker_timer_expiry(
+    round: AgentRound, group: Group, rank: int, pid: int, why: str, signum: int
+) -> None:
     """Save the worker's stack as evidence, then send the signal, unless the workers are stopped meanwhile."""
     if pid in group.pids:
         found = await dump_stack(pid, round.logs.stack_file(rank))

@@ -162,9 +162,9 @@ def _job_client_at_endpoint(args: ParsedArguments, environ: Mapping[str, str]) -
     certificates, _ = tls("--rdzv-conf", conf)
     token, _ = parse_job_secret(environ)
     if token:
-        from ripstop.protocol.secret import api_token
+        from ripstop.protocol.secret import api_token_from_secret
 
-        token = api_token(token, run_id)
+        token = api_token_from_secret(token, run_id)
     context = _job_client_tls_context(certificates)
     return _job_client_with_coordinator([JobClient(run_id, None, endpoint, token, context) for endpoint in endpoints])
 

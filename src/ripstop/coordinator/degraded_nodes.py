@@ -37,7 +37,7 @@ class DegradedNodes(Struct, frozen=True):
 NO_DEGRADED_NODES = DegradedNodes({}, 0, False, [])
 
 
-def assess_degraded(
+def classify_degraded_nodes(
     degraded: Iterable[str], eligible: int, min_nodes: int, members: Mapping[str, "Member"], places: Mapping[str, Place]
 ) -> DegradedNodes:
     """Which degraded nodes a job with this many eligible nodes needs."""

@@ -38,15 +38,15 @@ class Departure(Struct):
     copying: list[messages.FinalCommit] | None = None  # those that partners copy; None: they were not asked yet
 
 
-def begin(job: "Job", node: str, leaving: messages.Leaving) -> None:
+def begin_departure(job: "Job", node: str, leaving: messages.Leaving) -> None:
     """A node leaves, perhaps with notice."""
     why = leaving.why
     if not leaving.is_planned:
         return
-    why_not = _why_useless(job, leaving)
+    why_not = _why_no_departure_commit(job, leaving)
     if job.departure.round == job.round > 0:
         if why_not:  # with one more node that leaves
-            _cancel_final_commit(job, f"{why}; {why_not}")
+            _cancel_departure_commit(job, f"{why}; {why_not}")
         return  # all nodes know already
     if job.phase is not Phase.RUNNING or node not in job.places:
         job.send(node, messages.StandBy(job.round, why))
@@ -58,32 +58,32 @@ def begin(job: "Job", node: str, leaving: messages.Leaving) -> None:
     job.commands += [Send(name, messages.MakeFinalCommit(job.round)) for name in job.places]
 
 
-def _why_useless(job: "Job", leaving: messages.Leaving) -> str:
+def _why_no_departure_commit(job: "Job", leaving: messages.Leaving) -> str:
     """Why there is no final commit (rule 1), or ""."""
     if job.succeeded:
         return FINISHING
-    return "" if _a_node_remains(job) or leaving.is_saved_to_disk else NO_NODE_REMAINS
+    return "" if _node_remains_after_departure(job) or leaving.is_saved_to_disk else NO_NODE_REMAINS
 
 
-def _a_node_remains(job: "Job") -> bool:
+def _node_remains_after_departure(job: "Job") -> bool:
     """Whether the memory of another node keeps the final commit, even while the job waits for more nodes."""
     return job.membership.ready_count() > 0
 
 
-def on_made(job: "Job", node: str, made: messages.FinalCommitMade) -> None:
+def on_departure_commit_made(job: "Job", node: str, made: messages.FinalCommitMade) -> None:
     """All workers of this node wait after the final commit, or cannot make it."""
     departure = job.departure
     if made.round != job.round or departure.round != job.round or node not in job.places:
         return
-    is_valid = len(made.commits) <= MAX_STATES and all(map(_is_valid_final_commit, made.commits))
+    is_valid = len(made.commits) <= MAX_STATES and all(map(_is_valid_departure_commit, made.commits))
     if made.why_not or not is_valid:
         why_not = made.why_not or f"node {node} reported too many States, or a value that is out of range"
-        _cancel_final_commit(job, f"{departure.why}; no common commit: {why_not}")
+        _cancel_departure_commit(job, f"{departure.why}; no common commit: {why_not}")
         return
     departure.done[node] = made.commits
 
 
-def _cancel_final_commit(job: "Job", why: str) -> None:
+def _cancel_departure_commit(job: "Job", why: str) -> None:
     """There is no final commit: the leaving nodes do not wait."""
     job.departure = Departure()
     for node in job.liveness.leaving:
@@ -91,20 +91,20 @@ def _cancel_final_commit(job: "Job", why: str) -> None:
             job.send(node, messages.StandBy(job.round, why))
 
 
-def _is_valid_final_commit(commit: messages.FinalCommit) -> bool:
+def _is_valid_departure_commit(commit: messages.FinalCommit) -> bool:
     return len(commit.state) <= MAX_NAME_CHARS and 0 <= commit.number <= MAX_NUMBER
 
 
-def end_after_final_commit(job: "Job", now: float) -> bool:
+def end_round_for_departure(job: "Job", now: float) -> bool:
     """End the round if all nodes have made its final commit, and have copies of it where they need them."""
     departure = job.departure
     if departure.round != job.round or not job.places.keys() <= departure.done.keys():
         return False
-    last = _final_commits(departure)
-    if _a_node_remains(job) and all(place.partner for place in job.places.values()):
+    last = _departure_commits(departure)
+    if _node_remains_after_departure(job) and all(place.partner for place in job.places.values()):
         if departure.copying is None:
-            departure.copying = _request_copies(job, last)
-        if not all(_has_copies(job, commit) for commit in departure.copying):
+            departure.copying = _request_departure_copies(job, last)
+        if not all(_departure_commit_has_copies(job, commit) for commit in departure.copying):
             return False
     number = max((commit.number for commit in last), default=0)
     why = f"node {departure.node} leaves: {departure.why}; all ranks have commit {number}"
@@ -112,7 +112,7 @@ def end_after_final_commit(job: "Job", now: float) -> bool:
     return True
 
 
-def _final_commits(departure: Departure) -> list[messages.FinalCommit]:
+def _departure_commits(departure: Departure) -> list[messages.FinalCommit]:
     """One for each State; it needs copies if any node says so."""
     last: dict[str, messages.FinalCommit] = {}
     for commit in (commit for commits in departure.done.values() for commit in commits):
@@ -121,11 +121,11 @@ def _final_commits(departure: Departure) -> list[messages.FinalCommit]:
     return list(last.values())
 
 
-def _request_copies(job: "Job", last: list[messages.FinalCommit]) -> list[messages.FinalCommit]:
+def _request_departure_copies(job: "Job", last: list[messages.FinalCommit]) -> list[messages.FinalCommit]:
     """Ask for the missing copies; the commits that will have them.  Copies of too many States are not asked for."""
     asked = []
     for commit in last:
-        if commit.needs_copies and not _has_copies(job, commit):
+        if commit.needs_copies and not _departure_commit_has_copies(job, commit):
             request = job.replication.request(job.round, commit.state, commit.number)
             if request is not None:
                 asked.append(commit)
@@ -133,12 +133,12 @@ def _request_copies(job: "Job", last: list[messages.FinalCommit]) -> list[messag
     return asked
 
 
-def _has_copies(job: "Job", commit: messages.FinalCommit) -> bool:
+def _departure_commit_has_copies(job: "Job", commit: messages.FinalCommit) -> bool:
     complete = job.replication.complete(commit.state)
     return complete is not None and (complete.round, complete.number) >= (job.round, commit.number)
 
 
-def replace_straggler(job: "Job", slow: StragglerFound, now: float) -> None:
+def begin_straggler_departure(job: "Job", slow: StragglerFound, now: float) -> None:
     """Let a spare take the place of a slow node, if one is ready."""
     if slow.round != job.round or job.phase is not Phase.RUNNING or slow.node not in job.places or job.succeeded:
         return

@@ -35,7 +35,7 @@ from ripstop.model.operator_commands import OperatorCommand
 from ripstop.model.status import JobStatus, NodeState, NodeStatus, Phase
 from ripstop.model.text_formatting import rank_list
 from ripstop.model.usage import NodeSample, StandbySample
-from ripstop.protocol.limits import bounded_record
+from ripstop.protocol.limits import event_record_within_limits
 from ripstop.protocol.messages import Events, FromAgent, FromCoordinator, Heartbeat, Query, Reply
 from ripstop.telemetry.history import FIRST_INTERVAL_S, History, history_interval_s
 from ripstop.telemetry.journal import Journal
@@ -52,7 +52,7 @@ QUERY_TIMEOUT_S = 10.0  # for an agent's reply
 log = logging.getLogger("ripstop.coordinator")
 
 
-class CoordinatorSession(Struct, frozen=True, eq=False):
+class CoordinatorDriverSession(Struct, frozen=True, eq=False):
     """A connection of a node.  `send` and `close` must not call back at once; `close` sends what is queued first."""
 
     coordinator: "Coordinator"
@@ -98,9 +98,9 @@ class Coordinator:
         self._propose = propose
         self._proposed_round = predecessor.round if predecessor else 0
         self._withdraw = withdraw
-        self._queue = CommitQueue[CoordinatorSession]()
+        self._queue = CommitQueue[CoordinatorDriverSession]()
         self._may_decide = may_decide
-        self._sessions: dict[str, CoordinatorSession] = {}
+        self._sessions: dict[str, CoordinatorDriverSession] = {}
         self._queries: dict[int, tuple[str, asyncio.Future[str]]] = {}  # by number: the node, and its reply
         self._last_query = 0
         self.totals = Totals()
@@ -121,16 +121,16 @@ class Coordinator:
 
     def attach(
         self, node: str, send: Callable[[FromCoordinator], object], close: Callable[[], object]
-    ) -> CoordinatorSession:
-        """A node has connected; see `CoordinatorSession`."""
+    ) -> CoordinatorDriverSession:
+        """A node has connected; see `CoordinatorDriverSession`."""
         old = self._sessions.get(node)
-        session = self._sessions[node] = CoordinatorSession(self, node, send, close)
+        session = self._sessions[node] = CoordinatorDriverSession(self, node, send, close)
         if old is not None:
             self._fail_queries(node)
             old.close()
         return session
 
-    def receive(self, session: CoordinatorSession, message: FromAgent) -> None:
+    def receive(self, session: CoordinatorDriverSession, message: FromAgent) -> None:
         if self._sessions.get(session.node) is not session:
             return
         match message:
@@ -141,14 +141,14 @@ class Coordinator:
             case _:
                 self._feed(job_types.NodeMessage(session.node, message))
 
-    def renew(self, session: CoordinatorSession) -> None:
+    def renew(self, session: CoordinatorDriverSession) -> None:
         """A heartbeat; almost always, it renews the node's lease and changes nothing else."""
         if self._sessions.get(session.node) is not session or not self._may_decide():
             return
         if self._timer is None or not self._job.renew(session.node, self._now()):
             self._feed(job_types.NodeMessage(session.node, Heartbeat()))
 
-    def detach(self, session: CoordinatorSession, *, returning: bool, closed_by_node: bool) -> None:
+    def detach(self, session: CoordinatorDriverSession, *, returning: bool, closed_by_node: bool) -> None:
         if self._sessions.get(session.node) is session:
             del self._sessions[session.node]
             self._fail_queries(session.node)
@@ -330,11 +330,11 @@ class Coordinator:
         """The proposed round is committed: send it, and what follows up to the next proposed round."""
         self._send_all(self._queue.commit(round))
 
-    def _send_all(self, messages: list[tuple[CoordinatorSession, FromCoordinator | None]]) -> None:
+    def _send_all(self, messages: list[tuple[CoordinatorDriverSession, FromCoordinator | None]]) -> None:
         for session, message in messages:
             self._send_or_close(session, message)
 
-    def _send_or_close(self, session: CoordinatorSession, message: FromCoordinator | None) -> None:
+    def _send_or_close(self, session: CoordinatorDriverSession, message: FromCoordinator | None) -> None:
         if message is None:
             session.close()
         elif self._sessions.get(session.node, session) is session:
@@ -347,7 +347,7 @@ class Coordinator:
                 return self.settings.own in self._job.places
         return False
 
-    def _send(self, session: CoordinatorSession, message: FromCoordinator) -> None:
+    def _send(self, session: CoordinatorDriverSession, message: FromCoordinator) -> None:
         """A message that cannot be encoded closes only this node's connection."""
         try:
             session.send(message)
@@ -360,7 +360,7 @@ class Coordinator:
         for line in lines:
             record = from_json(line)
             if record is not None and record.node == node:  # a node reports its own events only
-                self.journal.take(bounded_record(record))
+                self.journal.take(event_record_within_limits(record))
                 self._report_progress(node, record.event)
 
     def _report_progress(self, node: str, event: events.Event) -> None:

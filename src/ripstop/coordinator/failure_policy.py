@@ -22,7 +22,7 @@ from ripstop.model.config import Budget
 from ripstop.model.events import BudgetCharged, BudgetRefunded, Event, HangDiagnosed, RoundEndCause
 from ripstop.model.failure import Failure, how_it_ended
 from ripstop.model.round import Place
-from ripstop.protocol.limits import truncate_reason
+from ripstop.protocol.limits import reason_within_limits
 
 PEER_LOSS_TIMEOUT_S = 0.5  # how long a failure that would fail the job waits for a lost node that explains it
 DIAGNOSIS_TIMEOUT_S = 5.0  # how long all nodes have to report the stacks of a round that hangs
@@ -188,7 +188,7 @@ class FailurePolicy:
         if decision.allowed:
             self._refundable_at, self._unexplained_round = (now, self._round) if are_victims else (None, 0)
             first = None if are_victims else root_cause(self._failures)
-            fault = (_node_of_failed_rank(first.rank, state.places), self._description()) if first else None
+            fault = (_node_blamed_by_policy(first.rank, state.places), self._description()) if first else None
             return Ruling(Restart(RoundEndCause.APPLICATION, reason, decision.delay), fault, (charged,))
         if are_victims:
             self._deferred_failure = (now + PEER_LOSS_TIMEOUT_S, decision.why)
@@ -200,13 +200,13 @@ class FailurePolicy:
         hangs = hangs_among(self._failures, self._round)
         suspects = tuple(sorted(suspect_ranks(hangs)))
         decision, reason, charged = self._charge(Cause.INFRASTRUCTURE, state, now)
-        events = (HangDiagnosed(self._round, suspects, truncate_reason(describe_hangs(hangs))), charged)
+        events = (HangDiagnosed(self._round, suspects, reason_within_limits(describe_hangs(hangs))), charged)
         if not decision.allowed:
             return Ruling(FailJob(reason), events=events)
         fault = None
         if len(suspects) == 1:
             self.mark_explained()
-            fault = (_node_of_failed_rank(suspects[0], state.places), f"rank {suspects[0]} hung")
+            fault = (_node_blamed_by_policy(suspects[0], state.places), f"rank {suspects[0]} hung")
         return Ruling(Restart(RoundEndCause.INFRASTRUCTURE, reason, decision.delay), fault, events)
 
     def _charge(self, cause: Cause, state: RoundState, now: float) -> tuple[RestartDecision, str, BudgetCharged]:
@@ -218,7 +218,7 @@ class FailurePolicy:
     def _description(self) -> str:
         failure = root_cause(self._failures)
         if failure and failure.hang:
-            return truncate_reason(describe_hangs(hangs_among(self._failures, self._round)))
+            return reason_within_limits(describe_hangs(hangs_among(self._failures, self._round)))
         return f"rank {failure.rank} on {failure.host} {how_it_ended(failure)}" if failure else "a worker failed"
 
     def deadlines(self) -> Iterator[float]:
@@ -235,6 +235,6 @@ class FailurePolicy:
             self._diagnosis_end = max(self._diagnosis_end, now + PEER_LOSS_TIMEOUT_S)
 
 
-def _node_of_failed_rank(rank: int, places: Mapping[str, Place]) -> str:
+def _node_blamed_by_policy(rank: int, places: Mapping[str, Place]) -> str:
     """The node that has this global rank; empty when no node has it."""
     return next((n for n, p in places.items() if p.first_rank <= rank < p.first_rank + p.slots), "")

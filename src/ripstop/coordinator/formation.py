@@ -133,7 +133,7 @@ class Formation:
             counts.append(f"{needed - len(members.members)} missing")
         parts = [", ".join(counts), f"{end} in {max(0.0, ends_at - now):.0f} s"]
         for label, names in (("ready", members.eligible), ("not ready", unready)):
-            parts += [f"{label}: {_first_names(names)}"] if names else []
+            parts += [f"{label}: {_formation_node_names(names)}"] if names else []
         return "; ".join(parts)
 
     def resize(self, now: float, *, is_finishing: bool) -> ChangeRound | Keep:
@@ -169,6 +169,6 @@ class Formation:
         return settled + self._membership.assess_degraded().next_after(now)
 
 
-def _first_names(nodes: Collection[str]) -> str:
+def _formation_node_names(nodes: Collection[str]) -> str:
     more = len(nodes) - MAX_NAMED
     return ", ".join((*islice(nodes, MAX_NAMED), *((f"{more} more",) if more > 0 else ())))

@@ -46,9 +46,9 @@ from ripstop.coordinator.formation import ChangeRound, Formation, GiveUp, Keep, 
 from ripstop.coordinator.job_memory import JobMemory
 from ripstop.coordinator.job_types import Disconnect, JobCommand, JobInput, JobSettings, Predecessor, RecordEvent, Send
 from ripstop.coordinator.liveness import LATE_TICK_S
-from ripstop.coordinator.membership import Member, Membership, rejection_reason
+from ripstop.coordinator.membership import Member, Membership, membership_rejection_reason
 from ripstop.coordinator.phases import TRANSITIONS
-from ripstop.coordinator.restart_budget import RestartBudget, is_early_failure
+from ripstop.coordinator.restart_budget import RestartBudget, is_early_for_restart_budget
 from ripstop.model import events
 from ripstop.model import operator_commands as operator
 from ripstop.model.events import RoundEndCause
@@ -56,7 +56,7 @@ from ripstop.model.failure import Failure, JobEnd
 from ripstop.model.round import Outcome, Place
 from ripstop.model.status import JobStatus, Phase
 from ripstop.protocol import messages
-from ripstop.protocol.limits import bounded, truncate_reason
+from ripstop.protocol.limits import message_within_limits, reason_within_limits
 
 
 class Job:
@@ -111,7 +111,7 @@ class Job:
         self._now = now
         match event:
             case job_types.NodeMessage(node, message):
-                self._on_message(node, bounded(message), now)
+                self._on_message(node, message_within_limits(message), now)
             case job_types.NodeDisconnected(node, closed_by_node):
                 self._on_disconnect(node, closed_by_node, now)
             case job_types.Tick():
@@ -119,7 +119,7 @@ class Job:
             case job_types.Progressed(node, round):
                 self.progressed |= round == self.round and node in self.places  # rule 2
             case job_types.StragglerFound():
-                departure.replace_straggler(self, event, now)
+                departure.begin_straggler_departure(self, event, now)
             case command:
                 self._on_operator_command(command, now)
         self._remove_expired(now)
@@ -153,17 +153,17 @@ class Job:
             case Phase.GATHERING:
                 times += self.formation.gathering_deadlines(self.phase_since)
             case Phase.RECOVERING:
-                times.append(recovery.recovery_deadline(self))
+                times.append(recovery.coordinator_recovery_deadline(self))
             case Phase.RUNNING:
                 times += self.formation.resize_deadlines(self._now)
             case Phase.CLOSING:
-                times.append(job_end.final_report_deadline(self))
+                times.append(job_end.job_end_report_deadline(self))
             case Phase.CLOSED:
                 times = [job_end.end_deadline(self)]
         return min((t for t in times if t > self._now), default=None)
 
     def status(self, now: float) -> JobStatus:
-        return job_status.status(self, now)
+        return job_status.current_job_status(self, now)
 
     def wait_text(self, now: float) -> str:
         """What the job waits for, if it has no round."""
@@ -173,7 +173,7 @@ class Job:
 
     def _on_message(self, node: str, message: messages.FromAgent, now: float) -> None:
         if self.phase is Phase.CLOSED:
-            job_end.on_message_after_end(self, node, message, now)
+            job_end.on_message_after_job_end(self, node, message, now)
             return
         if isinstance(message, messages.Join):
             self._on_join(node, message, now)
@@ -199,9 +199,9 @@ class Job:
                 self._on_succeeded(node, round)
             case messages.Leaving(why):
                 self._on_leaving(node, why, now)
-                departure.begin(self, node, message)
+                departure.begin_departure(self, node, message)
             case messages.FinalCommitMade():
-                departure.on_made(self, node, message)
+                departure.on_departure_commit_made(self, node, message)
             case messages.StateLost(round, why) if round == self.round and node in self.places:
                 if self.phase in (Phase.RUNNING, Phase.RECOVERING):
                     self.end_round(RoundEndCause.STATE_LOST, why, now)
@@ -227,7 +227,7 @@ class Job:
     def _on_join(self, node: str, join: messages.Join, now: float) -> None:
         staying = (member.node for name, member in self.members.items() if not self.liveness.is_departing(name))
         known = max(self.round, self.formation.highest_round)
-        if why_not := rejection_reason(node, join, self.settings, staying, known):
+        if why_not := membership_rejection_reason(node, join, self.settings, staying, known):
             self.events.append(events.NodeRejected(node, why_not))
             self.commands += [Send(node, messages.Rejected(why_not)), Disconnect(node)]
             return
@@ -241,7 +241,7 @@ class Job:
     def _synchronize(self, node: str, join: messages.Join, now: float) -> None:
         """Bring a node that has (re)joined and the live round to the same state."""
         if join.closing and self.phase is not Phase.CLOSING:
-            job_end.close(self, join.closing.outcome, join.closing.why, now)  # rule 8
+            job_end.begin_job_end(self, join.closing.outcome, join.closing.why, now)  # rule 8
             return
         if self.phase is Phase.CLOSING:
             assert self.report is not None
@@ -250,8 +250,8 @@ class Job:
             return
         held = join.held
         if held is not None and held.round > self.round:
-            recovery.adopt_newer_round(self, held, now)
-        if self.phase is Phase.RECOVERING and held is not None and recovery.is_recovered(self, held):
+            recovery.recover_newer_round(self, held, now)
+        if self.phase is Phase.RECOVERING and held is not None and recovery.is_in_recovery_round(self, held):
             self.membership.set_place(node, held, now)
             self.last_return = now
         if held is None or held != self.places.get(node):
@@ -295,7 +295,7 @@ class Job:
             case operator.ScaleJob(nodes):
                 self.formation.scale(nodes)
             case operator.StopJob(why):
-                job_end.close(self, Outcome.STOPPED, why, now)
+                job_end.begin_job_end(self, Outcome.STOPPED, why, now)
 
     # failures ---------------------------------------------------------------------------------------------------------
 
@@ -310,7 +310,7 @@ class Job:
             self.succeeded,
             departing=(*self.liveness.disconnected, *leaving),
             is_running=self.phase is Phase.RUNNING,
-            is_early=is_early_failure(now - self.phase_since, progressed=self.progressed),
+            is_early=is_early_for_restart_budget(now - self.phase_since, progressed=self.progressed),
         )
 
     def _apply(self, ruling: failure_policy.Ruling, now: float) -> None:
@@ -325,7 +325,7 @@ class Job:
             case failure_policy.RestartWithout(nodes):
                 self._end_round_without(nodes, now)
             case failure_policy.FailJob(reason):
-                job_end.close(self, Outcome.FAILED, reason, now)
+                job_end.begin_job_end(self, Outcome.FAILED, reason, now)
 
     def _end_round_without(self, departing: Iterable[str], now: float) -> None:
         """A worker failed while these nodes were disconnected or leaving: nothing is charged (rule 5)."""
@@ -400,7 +400,7 @@ class Job:
 
     def end_round(self, cause: RoundEndCause, why: str, now: float, delay: float = 0.0) -> None:
         """The live round is over; the next one forms when it can, but not before the delay."""
-        why = truncate_reason(why)
+        why = reason_within_limits(why)
         self.events.append(events.RoundEnded(self.round, cause, why, delay))
         self.enter(Phase.GATHERING, now)
         self.why = why
@@ -418,8 +418,8 @@ class Job:
             case Phase.GATHERING:
                 self._form_or_wait(now)
             case Phase.RUNNING if self.places.keys() <= self.succeeded:
-                job_end.close(self, Outcome.SUCCEEDED, "all workers exited 0", now)
-            case Phase.RUNNING if departure.end_after_final_commit(self, now):
+                job_end.begin_job_end(self, Outcome.SUCCEEDED, "all workers exited 0", now)
+            case Phase.RUNNING if departure.end_round_for_departure(self, now):
                 self._form_or_wait(now)
             case Phase.RUNNING if self.failure_policy.is_undecided:
                 ruling = self.failure_policy.review(self._round_state(now), now)
@@ -429,12 +429,12 @@ class Job:
             case Phase.RUNNING:
                 self._resize(now)
             case Phase.CLOSING:
-                job_end.finish(self, now)
+                job_end.report_job_end(self, now)
             case Phase.CLOSED:
-                job_end.end(self, now)
+                job_end.finish_job_end(self, now)
 
     def _resume_or_end(self, now: float) -> None:
-        if not recovery.resume_or_end(self, now):
+        if not recovery.recover_or_end_round(self, now):
             return
         if self.phase is Phase.RUNNING and self.failure_policy.has_failure:
             self._apply(self.failure_policy.decide(self._round_state(now), now), now)
@@ -457,7 +457,7 @@ class Job:
             case WaitForNodes(reason):
                 self._wait_for_nodes(reason)
             case GiveUp(reason):
-                job_end.close(self, Outcome.FAILED, reason, now)
+                job_end.begin_job_end(self, Outcome.FAILED, reason, now)
             case candidates:
                 self._form(candidates, now)
 
@@ -493,7 +493,7 @@ class Job:
         self.enter(Phase.RUNNING, now)
         names, world = tuple(self.places), places[0].world_size
         self.events.append(events.RoundFormed(self.round, names, world, str(store), self.restarts.used, self.why))
-        self.events += (events.RankRequestDenied(self.round, *denial) for denial in ranks.denied(candidates, nodes))
+        self.events += (events.RankRequestDenied(self.round, *each) for each in ranks.denied_ranks(candidates, nodes))
         self.commands += [Send(name, messages.Assign(place, self.why)) for name, place in self.places.items()]
         waiting = self.membership.take_nodes_to_notify()
         left_out = [n for n in before if n not in self.places and n not in waiting]

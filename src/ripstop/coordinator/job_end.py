@@ -14,7 +14,7 @@ from ripstop.model.events import JobClosed, JobClosing
 from ripstop.model.failure import JobEnd
 from ripstop.model.round import Outcome
 from ripstop.model.status import Phase
-from ripstop.protocol.limits import truncate_reason
+from ripstop.protocol.limits import reason_within_limits
 from ripstop.protocol.messages import Closed, Closing, FromAgent, Join, Left
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 FINAL_REPORT_TIMEOUT_S = 5.0  # how long nodes have to receive the report and leave
 
 
-def close(job: "Job", outcome: Outcome, why: str, now: float) -> None:
+def begin_job_end(job: "Job", outcome: Outcome, why: str, now: float) -> None:
     if job.phase in (Phase.CLOSING, Phase.CLOSED):
         return
-    job.why = why = truncate_reason(why)
+    job.why = why = reason_within_limits(why)
     job.failure_policy.reset()
     job.report = JobEnd(job.settings.run_id, outcome, why, job.round, job.restarts.used)
     job.enter(Phase.CLOSING, now)
@@ -35,13 +35,13 @@ def close(job: "Job", outcome: Outcome, why: str, now: float) -> None:
         job.events.append(JobClosing(outcome, why))
         for node in job.members:
             job.send(node, Closing(why, outcome))
-    finish(job, now)
+    report_job_end(job, now)
 
 
-def finish(job: "Job", now: float) -> None:
+def report_job_end(job: "Job", now: float) -> None:
     """Send the report once the failures of all nodes have arrived, or their time is over."""
     assert job.report is not None
-    if job.awaiting_stop and now < final_report_deadline(job):
+    if job.awaiting_stop and now < job_end_report_deadline(job):
         return
     failures = () if job.report.outcome is Outcome.SUCCEEDED else job.failure_policy.failures()
     job.report = report = replace(job.report, rounds=job.round, restarts=job.restarts.used, failures=failures)
@@ -49,10 +49,10 @@ def finish(job: "Job", now: float) -> None:
     job.events.append(JobClosed(report.outcome, report.why, report.rounds, report.restarts))
     for node in job.members:
         job.send(node, Closed(report))
-    end(job, now)
+    finish_job_end(job, now)
 
 
-def end(job: "Job", now: float) -> None:
+def finish_job_end(job: "Job", now: float) -> None:
     """End the coordinator's work once all nodes have left, or their time is over."""
     assert job.report is not None
     if not job.is_ended and (not job.members or now >= end_deadline(job)):
@@ -60,7 +60,7 @@ def end(job: "Job", now: float) -> None:
         job.commands.append(JobEnded(job.report))
 
 
-def final_report_deadline(job: "Job") -> float:
+def job_end_report_deadline(job: "Job") -> float:
     return job.phase_since + job.settings.timing.shutdown + FINAL_REPORT_TIMEOUT_S
 
 
@@ -68,7 +68,7 @@ def end_deadline(job: "Job") -> float:
     return job.phase_since + FINAL_REPORT_TIMEOUT_S
 
 
-def on_message_after_end(job: "Job", name: str, message: FromAgent, now: float) -> None:
+def on_message_after_job_end(job: "Job", name: str, message: FromAgent, now: float) -> None:
     """A message after the end."""
     assert job.report is not None
     match message:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ripstop.coordinator.job import Job
 
 
-def status(job: "Job", now: float) -> JobStatus:
+def current_job_status(job: "Job", now: float) -> JobStatus:
     return JobStatus(
         run_id=job.settings.run_id,
         phase=job.phase,

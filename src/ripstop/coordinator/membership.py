@@ -16,7 +16,7 @@ from enum import Enum, auto
 
 from msgspec import Struct
 
-from ripstop.coordinator.degraded_nodes import NO_DEGRADED_NODES, DegradedNodes, assess_degraded
+from ripstop.coordinator.degraded_nodes import NO_DEGRADED_NODES, DegradedNodes, classify_degraded_nodes
 from ripstop.coordinator.job_types import JobSettings
 from ripstop.coordinator.liveness import Liveness
 from ripstop.coordinator.quarantine import FaultRecord, Quarantine
@@ -24,7 +24,7 @@ from ripstop.coordinator.ranks import Candidate
 from ripstop.model.config import MAX_SLOTS
 from ripstop.model.events import Event, NodeHealthy, NodeJoined, NodeQuarantined, NodeReleased, NodeUnhealthy
 from ripstop.model.round import Address, Node, Place
-from ripstop.protocol.limits import MAX_NAME, max_round, name_outside_limits
+from ripstop.protocol.limits import MAX_NAME, max_round_within_limits, name_outside_limits
 from ripstop.protocol.messages import Join, Ready
 
 MAX_HEALTH_CHECK_S = 30.0  # the longest time that a node's health check may take
@@ -288,7 +288,7 @@ class Membership:
             self._assessment = NO_DEGRADED_NODES
             if self.degraded:
                 eligible, least = len(self.eligible), self._min_nodes
-                self._assessment = assess_degraded(self.degraded, eligible, least, self.members, self.places)
+                self._assessment = classify_degraded_nodes(self.degraded, eligible, least, self.members, self.places)
         return self._assessment
 
     def unfit_reason(self, node: str) -> str:
@@ -316,7 +316,9 @@ class Membership:
         return [(node, f"{why} (it is {self.unfit_reason(node)})") for node in found]
 
 
-def rejection_reason(node: str, join: Join, settings: JobSettings, staying: Iterable[Node], known_round: int) -> str:
+def membership_rejection_reason(
+    node: str, join: Join, settings: JobSettings, staying: Iterable[Node], known_round: int
+) -> str:
     """Why the node cannot join the nodes that stay in the job; empty when it can.
 
     `known_round` is the highest round that the job knows; 0: none.
@@ -336,15 +338,15 @@ def rejection_reason(node: str, join: Join, settings: JobSettings, staying: Iter
         return f"a node must join under its own name: {node} joined as {join.node.id[:80]!r}; restart the agent"
     if not 1 <= join.node.slots <= MAX_SLOTS:
         return f"a node has 1 to {MAX_SLOTS} workers, node {node} has {join.node.slots}; change --nproc-per-node"
-    highest, held = max_round(known_round), join.held.round if join.held else 0
+    highest, held = max_round_within_limits(known_round), join.held.round if join.held else 0
     if not (0 <= join.newest <= highest and 0 <= held <= highest):
         return f"a round is from 0 to {highest} here, node {node} reports {join.newest} and {held}; restart the agent"
     if what := name_outside_limits(join.node, join.held):
         return f"a name is text of at most {MAX_NAME} characters, the {what} of node {node} is not; change it"
-    return _rank_rejection_reason(join.node, high, staying) if settings.fixed_ranks else ""
+    return _membership_rank_rejection(join.node, high, staying) if settings.fixed_ranks else ""
 
 
-def _rank_rejection_reason(node: Node, nodes: int, staying: Iterable[Node]) -> str:
+def _membership_rank_rejection(node: Node, nodes: int, staying: Iterable[Node]) -> str:
     """In a static job every node requests a different rank."""
     rank = node.requested_rank
     if rank is None or not 0 <= rank < nodes:

@@ -21,7 +21,7 @@ from ripstop.coordinator.driver import Coordinator
 from ripstop.model.errors import ProtocolError, QueryFailed
 from ripstop.model.status import JobStatus
 from ripstop.model.usage import NodeSample, StepSample
-from ripstop.protocol.codec import decode_record
+from ripstop.protocol.codec import decode_protocol_record
 from ripstop.telemetry.history import measure_history_point
 from ripstop.telemetry.metrics import Totals
 
@@ -51,7 +51,7 @@ class MetricsCollector:
         collection = await self._current()
         if collection.page is None:
             totals = copy.deepcopy(self._coordinator.totals)
-            rendering = asyncio.to_thread(_metrics_page, collection, totals, time.time())
+            rendering = asyncio.to_thread(_render_collected_metrics, collection, totals, time.time())
             collection.page = asyncio.create_task(rendering, name="ripstop-metrics")
         return await asyncio.shield(collection.page)
 
@@ -59,7 +59,7 @@ class MetricsCollector:
         """What the workers do and use now, at most `CACHE_S` seconds old."""
         collection = await self._current()
         own_times = self._coordinator.stragglers.own_times()
-        return _usage(collection, self._coordinator.totals.checkpoint, own_times)
+        return _collected_usage(collection, self._coordinator.totals.checkpoint, own_times)
 
     async def extend_history(self) -> None:
         """Add the current samples to the job's history."""
@@ -77,7 +77,7 @@ class MetricsCollector:
             node, rank = goodput.reporter
             with suppress(QueryFailed, ProtocolError):
                 reply = self._coordinator.ask(node, "step", json.dumps({"rank": rank}), STEP_TIMEOUT_S)
-                sample = decode_record(await reply, StepSample)
+                sample = decode_protocol_record(await reply, StepSample)
                 goodput.on_step(sample.round, node, rank, sample.step, sample.at)
                 commit_age = sample.commit_age
         return goodput.spent(time.time()).ratio, commit_age
@@ -107,7 +107,8 @@ class MetricsCollector:
         async def ask(node: str) -> NodeSample:
             text = await self._coordinator.ask(node, "sample", timeout_s=NODE_TIMEOUT_S)
             try:
-                return decode_record(text, NodeSample)  # one at a time: all replies of a large job at once would block
+                # one at a time: all replies of a large job at once would block
+                return decode_protocol_record(text, NodeSample)
             except ProtocolError as error:
                 raise QueryFailed(f"the reply of node {node} cannot be read: {error}") from error
 
@@ -115,13 +116,15 @@ class MetricsCollector:
         return {node: reply for node, reply in replies.items() if isinstance(reply, NodeSample)}
 
 
-def _metrics_page(collection: Collection, totals: Totals, now: float) -> bytes:
+def _render_collected_metrics(collection: Collection, totals: Totals, now: float) -> bytes:
     from ripstop.telemetry.prometheus import prometheus_page  # imports prometheus_client: only when needed
 
     return prometheus_page(totals, collection.status, collection.samples, now)
 
 
-def _usage(collection: Collection, checkpoint: tuple[int, float] | None, own_times: Mapping[int, float]) -> Usage:
+def _collected_usage(
+    collection: Collection, checkpoint: tuple[int, float] | None, own_times: Mapping[int, float]
+) -> Usage:
     """The samples of the current round's ranks, and of all GPUs, as columns."""
     status, samples = collection.status, collection.samples
     current = [sample for sample in samples.values() if sample.round == status.round]

@@ -25,7 +25,7 @@ Candidate = tuple[Node, int | None]  # a node and its last group rank; None: a n
 
 def order(candidates: Sequence[Candidate], by: RankBy = RankBy.JOIN) -> list[Node]:
     """The nodes in the order of their new group ranks."""
-    if by is RankBy.SLOT and (numbered := _by_own_numbers([node for node, _ in candidates])):
+    if by is RankBy.SLOT and (numbered := _ranked_by_own_numbers([node for node, _ in candidates])):
         return numbered
     assigned: list[Node | None] = [None] * len(candidates)  # by rank
 
@@ -45,13 +45,13 @@ def order(candidates: Sequence[Candidate], by: RankBy = RankBy.JOIN) -> list[Nod
     return [node if node is not None else next(rest) for node in assigned]
 
 
-def _by_own_numbers(nodes: Sequence[Node]) -> list[Node] | None:
+def _ranked_by_own_numbers(nodes: Sequence[Node]) -> list[Node] | None:
     """The nodes by their numbers, if those are exactly 0 … n-1 (rule 5)."""
-    found = sorted(nodes, key=_by_number)
+    found = sorted(nodes, key=_rank_order_by_number)
     return found if [node.number for node in found] == list(range(len(found))) else None
 
 
-def denied(candidates: Sequence[Candidate], nodes: Sequence[Node]) -> Iterator[tuple[str, int, int, str]]:
+def denied_ranks(candidates: Sequence[Candidate], nodes: Sequence[Node]) -> Iterator[tuple[str, int, int, str]]:
     """The denied rank requests: node id, requested rank, actual rank, and why.
 
     A node that keeps its rank is left out: its request was denied in an earlier round.
@@ -72,20 +72,20 @@ def denied(candidates: Sequence[Candidate], nodes: Sequence[Node]) -> Iterator[t
 # sort keys of new nodes -----------------------------------------------------------------------------------------------
 
 
-def _by_address(node: Node) -> tuple[int, int, Any]:
+def _rank_order_by_address(node: Node) -> tuple[int, int, Any]:
     """IPv4 before IPv6 before names, so that neighbours in the network are neighbours in rank."""
     try:
         ip = ip_address(node.host.partition("%")[0])
     except ValueError:
-        return 9, 0, _by_natural_order(node.host)
+        return 9, 0, _natural_rank_order(node.host)
     return ip.version, int(ip), ()
 
 
-def _by_number(node: Node) -> tuple[bool, int]:
+def _rank_order_by_number(node: Node) -> tuple[bool, int]:
     return node.number is None, node.number or 0
 
 
-def _by_natural_order(text: str) -> list[tuple[int, str]]:
+def _natural_rank_order(text: str) -> list[tuple[int, str]]:
     """Sorts rack9 before rack10: digits compare as numbers, without the conversion of a long text to an int."""
     parts = re.findall(r"[0-9]+|[^0-9]+", text)
     return [(len(part.lstrip("0")), part.lstrip("0")) if part[0] in "0123456789" else (-1, part) for part in parts]
@@ -93,9 +93,9 @@ def _by_natural_order(text: str) -> list[tuple[int, str]]:
 
 _KEYS: dict[RankBy, Callable[[Node], Any]] = {
     RankBy.JOIN: lambda node: 0,
-    RankBy.ADDRESS: _by_address,
-    RankBy.SLOT: _by_number,
-    RankBy.LABEL: lambda node: _by_natural_order(node.label),
+    RankBy.ADDRESS: _rank_order_by_address,
+    RankBy.SLOT: _rank_order_by_number,
+    RankBy.LABEL: lambda node: _natural_rank_order(node.label),
 }
 
 

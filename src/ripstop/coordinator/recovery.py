@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ripstop.coordinator.job import Job
 
 
-def adopt_newer_round(job: "Job", held: Place, now: float) -> None:
+def recover_newer_round(job: "Job", held: Place, now: float) -> None:
     """A node has a newer round than this coordinator."""
     job.stand_by(f"round {held.round} is newer")
     is_recovery = not job.round or job.phase is Phase.RECOVERING
@@ -36,17 +36,17 @@ def adopt_newer_round(job: "Job", held: Place, now: float) -> None:
         job.end_round(RoundEndCause.COORDINATOR, f"another coordinator formed round {held.round}", now)
 
 
-def is_recovered(job: "Job", held: Place) -> bool:
+def is_in_recovery_round(job: "Job", held: Place) -> bool:
     """Whether the place is in the round to recover: another coordinator may have used the same round number."""
     place = job.recovered_place
     return place is not None and (held.round, held.store) == (place.round, place.store)
 
 
-def recovery_deadline(job: "Job") -> float:
+def coordinator_recovery_deadline(job: "Job") -> float:
     """When the round ends if not all its nodes are back."""
     assert job.recovered_place is not None
     since = job.last_return if job.recovered_place.group_size > LARGE_JOB_NODES else job.phase_since  # rule 6
-    if _only_former_coordinator_missing(job):
+    if _recovery_lacks_only_former_coordinator(job):
         assert job.predecessor is not None
         return since + (0.0 if job.predecessor.is_lost else RECONNECT_TIMEOUT_S)
     lease = job.settings.timing.lease
@@ -54,7 +54,7 @@ def recovery_deadline(job: "Job") -> float:
     return since + timeout
 
 
-def resume_or_end(job: "Job", now: float) -> bool:
+def recover_or_end_round(job: "Job", now: float) -> bool:
     """Let the round go on if all its nodes are back; end it if they do not return.  Whether either happened."""
     assert job.recovered_place is not None
     returned, size = len(job.places), job.recovered_place.group_size
@@ -63,13 +63,13 @@ def resume_or_end(job: "Job", now: float) -> bool:
         job.why = "the coordinator was restarted"
         job.events.append(RoundResumed(job.round, returned))
         return True
-    if now < recovery_deadline(job) and not _are_missing_nodes_replaced(job, size):
+    if now < coordinator_recovery_deadline(job) and not _recovery_has_replacements(job, size):
         return False
     job.end_round(RoundEndCause.COORDINATOR, f"{returned} of {size} nodes returned", now)
     return True
 
 
-def _only_former_coordinator_missing(job: "Job") -> bool:
+def _recovery_lacks_only_former_coordinator(job: "Job") -> bool:
     """Whether the former coordinator's node is the only one that is not back (rule 5)."""
     former, place = job.predecessor, job.recovered_place
     if former is None or place is None or not former.node or former.node in job.members:
@@ -77,7 +77,7 @@ def _only_former_coordinator_missing(job: "Job") -> bool:
     return place.round == former.round and len(job.places) == place.group_size - 1
 
 
-def _are_missing_nodes_replaced(job: "Job", size: int) -> bool:
+def _recovery_has_replacements(job: "Job", size: int) -> bool:
     """Whether every missing node of a failed round has a replacement with its number (rule 4).
 
     This is known only if the rank of every node that is back equals its number.

@@ -41,17 +41,17 @@ def partners(labels: Sequence[str], listening: Sequence[Address | None]) -> list
     nodes = len(labels)
     if nodes < 2 or None in listening:
         return [None] * nodes
-    return _rotated(listening, _rotation(labels))
+    return _rotated_by_replication_plan(listening, _plan_replication_rotation(labels))
 
 
-def _rotation(labels: Sequence[str]) -> int:
+def _plan_replication_rotation(labels: Sequence[str]) -> int:
     """By how many ranks; the smallest of the rotations that take the most nodes to another label."""
     domains = Counter(labels)
     if len(domains) == 1:
         return 1
     best, most = 1, -1
     for n in range(1, min(max(domains.values()), len(labels) - 1) + 1):  # if labels are sorted, the last one is best
-        apart = sum(a != b for a, b in zip(labels, _rotated(labels, n), strict=True))
+        apart = sum(a != b for a, b in zip(labels, _rotated_by_replication_plan(labels, n), strict=True))
         if apart > most:
             best, most = n, apart
         if apart == len(labels):
@@ -59,11 +59,11 @@ def _rotation(labels: Sequence[str]) -> int:
     return best
 
 
-def _rotated(items: Sequence[T], by: int) -> list[T]:
+def _rotated_by_replication_plan(items: Sequence[T], by: int) -> list[T]:
     return [*items[by:], *items[:by]]
 
 
-class _Sets(Struct):
+class _PlannedReplicationSets(Struct):
     """The sets of one `train.State`."""
 
     round: int = 0
@@ -86,7 +86,7 @@ class ReplicationPlan:
     """The sets of a job."""
 
     def __init__(self) -> None:
-        self._states: dict[str, _Sets] = {}
+        self._states: dict[str, _PlannedReplicationSets] = {}
         self._rounds = (0, 0)  # the newest two with reports or requests
 
     def complete(self, state: str) -> CommitId | None:
@@ -134,7 +134,7 @@ class ReplicationPlan:
         sets.target = number
         return self._request(state)
 
-    def _sets(self, state: str, round: int) -> _Sets | None:
+    def _sets(self, state: str, round: int) -> _PlannedReplicationSets | None:
         """Those of the State in this round; None if there is no room for another State (rule 6)."""
         if round != self._rounds[1]:
             self._rounds = self._rounds[1], round
@@ -142,12 +142,12 @@ class ReplicationPlan:
             self._states = {name: sets for name, sets in self._states.items() if self._is_recent(sets)}
             if len(self._states) >= MAX_STATES:
                 return None
-        sets = self._states.setdefault(state, _Sets(round))
+        sets = self._states.setdefault(state, _PlannedReplicationSets(round))
         if sets.round != round:
-            sets = self._states[state] = _Sets(round, complete=sets.complete, bytes=sets.bytes)
+            sets = self._states[state] = _PlannedReplicationSets(round, complete=sets.complete, bytes=sets.bytes)
         return sets
 
-    def _is_recent(self, sets: _Sets) -> bool:
+    def _is_recent(self, sets: _PlannedReplicationSets) -> bool:
         last, current = self._rounds
         return sets.round == current or (sets.round == last and bool(sets.reports))
 

@@ -44,7 +44,7 @@ class RestartDecision(Struct, frozen=True):
     why: str
 
 
-def is_early_failure(run_time: float, *, progressed: bool) -> bool:
+def is_early_for_restart_budget(run_time: float, *, progressed: bool) -> bool:
     """Whether a round that fails after `run_time` seconds may be part of a crash loop (rule 5)."""
     return not progressed and run_time < EARLY_FAILURE_S
 

@@ -59,7 +59,7 @@ class _Rank(Struct):
     pace: Pace = Pace(0.0, 0.0, 0.0)
 
 
-def paces(profiles: Mapping[int, StepProfile]) -> dict[int, Pace]:
+def paces_to_find_stragglers(profiles: Mapping[int, StepProfile]) -> dict[int, Pace]:
     """The pace of each rank that can be compared with the others."""
     sizes = Counter(len(profile.arrivals) for profile in profiles.values())
     if not sizes:
@@ -129,7 +129,7 @@ class Stragglers:
         profiles = {r.rank: r.profile for sample in current.values() for r in sample.ranks if r.profile is not None}
         began: dict[str, list[int]] = {}
         over: list[int] = []
-        for number, pace in paces(profiles).items():
+        for number, pace in paces_to_find_stragglers(profiles).items():
             rank = self._ranks.setdefault(number, _Rank(nodes[number]))
             rank.pace = pace
             if self._has_become(rank, profiles[number].count, now):
@@ -139,7 +139,7 @@ class Stragglers:
                     over.append(number)
         for node, sample in current.items():
             if node in began or any(rank.is_straggler for rank in self._ranks.values() if rank.node == node):
-                self._evidence[node] = straggler_evidence(sample, self._steal.get(node))
+                self._evidence[node] = straggler_hardware_text(sample, self._steal.get(node))
             if sample.steal is not None:
                 self._steal[node] = sample.at, sample.steal
         events += self._end(over, "as fast as its peers again", now)
@@ -175,7 +175,7 @@ class Stragglers:
             pace.period,
             pace.without,
             self._limits.seconds,
-            describe(node, ranks, pace, self._evidence.get(node, "")),
+            describe_straggler(node, ranks, pace, self._evidence.get(node, "")),
         )
 
     def _end(self, numbers: list[int], why: str, now: float) -> list[StragglerDetected | StragglerEnded]:
@@ -197,15 +197,15 @@ class Stragglers:
 # texts ----------------------------------------------------------------------------------------------------------------
 
 
-def describe(node: str, ranks: list[int], pace: Pace, found: str) -> str:
+def describe_straggler(node: str, ranks: list[int], pace: Pace, found: str) -> str:
     slow = f"{pace.slowdown:.1f} times as long as the others need ({pace.without * 1e3:.0f} ms)"
     what = f"{rank_list(ranks)} on node {node}: a step takes {pace.period * 1e3:.0f} ms, {slow}"
     return f"{what}; {found}" if found else what
 
 
-def straggler_evidence(sample: NodeSample, before: tuple[float, float] | None) -> str:
+def straggler_hardware_text(sample: NodeSample, before: tuple[float, float] | None) -> str:
     """What the node's hardware and kernel say; `before` is the time of an earlier sample, and its stolen time."""
-    parts = [_slow_gpu_text(gpu) for gpu in sample.gpus if _is_slow(gpu)][:MAX_GPUS]
+    parts = [_straggler_gpu_text(gpu) for gpu in sample.gpus if _is_slow(gpu)][:MAX_GPUS]
     if not parts and sample.gpus:
         parts.append("no GPU is throttled")
     if before is not None and sample.steal is not None and sample.at > before[0]:
@@ -219,7 +219,7 @@ def _is_slow(gpu: GpuSample) -> bool:
     return bool(gpu.throttled) or bool(gpu.clock and gpu.clock_max and gpu.clock < LOW_CLOCK * gpu.clock_max)
 
 
-def _slow_gpu_text(gpu: GpuSample) -> str:
+def _straggler_gpu_text(gpu: GpuSample) -> str:
     facts = [f"{gpu.clock} of {gpu.clock_max} MHz"] if gpu.clock and gpu.clock_max else []
     facts += [f"throttled by {' and '.join(gpu.throttled)}"] if gpu.throttled else []
     if gpu.memory_used is not None and gpu.memory_total:

@@ -9,7 +9,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable
 
-from ripstop.coordinator.driver import Coordinator, CoordinatorSession
+from ripstop.coordinator.driver import Coordinator, CoordinatorDriverSession
 from ripstop.coordinator.job_types import JobSettings, Predecessor
 from ripstop.election.candidate import Announce, Candidate, CandidateCommand, Lead, SendTo, StepDown
 from ripstop.election.voter import Voter
@@ -18,7 +18,7 @@ from ripstop.model.errors import ProtocolError
 from ripstop.model.events import Sink
 from ripstop.model.failure import JobEnd
 from ripstop.model.round import Address
-from ripstop.protocol.limits import is_name_within_limits, max_round
+from ripstop.protocol.limits import is_name_within_limits, max_round_within_limits
 from ripstop.protocol.messages import Follow, FromAgent, FromCoordinator, Left, Office, Promise, Renewed
 from ripstop.system.linux import boot_time
 
@@ -29,7 +29,7 @@ SETTLE_TIMEOUT_S = 1.0  # for a coordinator that leaves to tell its voters
 MAX_STEP = 1 << 20  # a peer cannot exhaust the numbers of epochs and electorates
 
 
-class CandidatePeer:
+class CandidateHostPeer:
     """One agent's connection; the server calls `receive`, `renew` and `detach`."""
 
     def __init__(
@@ -42,7 +42,7 @@ class CandidatePeer:
         self.node = node
         self.send = send
         self.close = close
-        self.session: CoordinatorSession | None = None  # with the coordinator
+        self.session: CoordinatorDriverSession | None = None  # with the coordinator
         self._host = host
 
     def receive(self, message: FromAgent) -> None:
@@ -82,7 +82,7 @@ class CandidateHost:
         self._sinks = tuple(sinks)
         self._on_leader = on_leader
         self._failed = failed
-        self._peers: dict[str, CandidatePeer] = {}
+        self._peers: dict[str, CandidateHostPeer] = {}
         self._settled = asyncio.Event()  # all voters that matter know the electorate
         self._timer: asyncio.TimerHandle | None = None
         self._missing_timer: asyncio.TimerHandle | None = None
@@ -95,21 +95,21 @@ class CandidateHost:
 
     def attach(
         self, node: str, send: Callable[[FromCoordinator], object], close: Callable[[], object]
-    ) -> CandidatePeer:
+    ) -> CandidateHostPeer:
         """An agent has connected; a second connection replaces the first."""
         old = self._peers.get(node)
-        peer = self._peers[node] = CandidatePeer(self, node, send, close)
+        peer = self._peers[node] = CandidateHostPeer(self, node, send, close)
         if old is not None:
             self._candidate.on_disconnected(node)
             old.close()
         return peer
 
-    def receive(self, peer: CandidatePeer, message: FromAgent) -> None:
+    def receive(self, peer: CandidateHostPeer, message: FromAgent) -> None:
         if self._peers.get(peer.node) is not peer:
             return
         match message:
             case Follow(epoch=epoch, electorate=electorate) | Promise(epoch=epoch, electorate=electorate):
-                _check_peer_electorate(electorate, epoch, self._candidate)
+                _check_electorate_for_candidate_host(electorate, epoch, self._candidate)
                 if isinstance(message, Follow) and message.seat and message.seat not in self._seats:
                     raise ProtocolError("the address of a voter must be one of --rdzv-endpoint, this one is not")
                 self._execute(self._candidate.on_message(peer.node, message, boot_time()))
@@ -121,12 +121,12 @@ class CandidateHost:
                 if isinstance(message, Left):
                     self._execute(self._candidate.on_left(peer.node, boot_time()))
 
-    def renew(self, peer: CandidatePeer) -> None:
+    def renew(self, peer: CandidateHostPeer) -> None:
         """A heartbeat: it renews the node's lease in the job.  What a candidate must know, it asks for (`Renew`)."""
         if self._peers.get(peer.node) is peer and peer.session is not None:
             peer.session.renew()
 
-    def detach(self, peer: CandidatePeer, *, returning: bool, closed_by_node: bool) -> None:
+    def detach(self, peer: CandidateHostPeer, *, returning: bool, closed_by_node: bool) -> None:
         if peer.session is not None:
             peer.session.detach(returning=returning, closed_by_node=closed_by_node)
         if self._peers.get(peer.node) is peer:
@@ -173,7 +173,7 @@ class CandidateHost:
         else:
             self._settled.clear()
 
-    def _admit(self, peer: CandidatePeer) -> None:
+    def _admit(self, peer: CandidateHostPeer) -> None:
         if self.coordinator is not None and peer.session is None:
             peer.session = self.coordinator.attach(peer.node, peer.send, peer.close)
 
@@ -234,13 +234,13 @@ class CandidateHost:
             log.info("the first election needs a reply from every address of --rdzv-endpoint; missing: %s", missing)
 
 
-def _check_peer_electorate(electorate: Electorate, epoch: int, candidate: Candidate) -> None:
+def _check_electorate_for_candidate_host(electorate: Electorate, epoch: int, candidate: Candidate) -> None:
     """What a candidate keeps and sends to all voters is bounded."""
     known, newest = candidate.electorate, candidate.highest_epoch
     counts = (epoch, newest), (electorate.epoch, newest), (electorate.serial, known.serial)
     if not all(0 <= number <= highest + MAX_STEP for number, highest in counts):
         raise ProtocolError(f"an epoch or a serial is at most {MAX_STEP} above the highest known one")
-    if not electorate.voters or not 0 <= electorate.round <= max_round(known.round):
+    if not electorate.voters or not 0 <= electorate.round <= max_round_within_limits(known.round):
         raise ProtocolError("an electorate has voters, and a round near the highest known one; this one has not")
     names = (*electorate.voters, *electorate.outgoing)
     if max(len(electorate.voters), len(electorate.outgoing)) > MAX_VOTERS or not all(map(is_name_within_limits, names)):

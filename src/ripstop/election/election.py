@@ -111,13 +111,13 @@ class Election:
             case LeaderKnown(leader) if leader.revision != self._own:
                 return [*out, *self._step_down(f"node {leader.node} was elected"), *self._follow(leader)]
             case Elected(leader, requested_at, ttl):
-                self._until = _leadership_end(requested_at, ttl)
+                self._until = _election_valid_until(requested_at, ttl)
                 if now >= self._until:
                     return [*out, StepDown("it was elected too late for its lease")]  # rule 3
                 self._own = leader.revision
                 return [*out, Lead(leader), *self._follow(leader)]
             case Renewed(requested_at, ttl) if self._own:
-                self._until = max(self._until, _leadership_end(requested_at, ttl))
+                self._until = max(self._until, _election_valid_until(requested_at, ttl))
             case Expired():
                 return [*out, *self._step_down("its lease has ended in etcd")]
         return out
@@ -143,5 +143,5 @@ class Election:
         return [StepDown(why)]
 
 
-def _leadership_end(requested_at: float, ttl: float) -> float:
+def _election_valid_until(requested_at: float, ttl: float) -> float:
     return requested_at + ttl * (1 - LEASE_MARGIN)  # rule 2

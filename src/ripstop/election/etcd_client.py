@@ -74,7 +74,9 @@ class EtcdClient:
         self._endpoints = settings.endpoints
         self._scheme = "https" if settings.tls else "http"
         self._user, self._password = settings.user, settings.password
-        connector = aiohttp.TCPConnector(resolver=Resolver(), use_dns_cache=False, ssl=_tls(settings) or True)
+        connector = aiohttp.TCPConnector(
+            resolver=Resolver(), use_dns_cache=False, ssl=_etcd_client_tls(settings) or True
+        )
         self._http = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         self._current = 0  # the endpoint that replied last
         self._token = ""
@@ -95,7 +97,7 @@ class EtcdClient:
 
     async def read(self, *keys: str) -> tuple[int, list[KeyValue | None]]:
         """etcd's revision, and what these keys hold."""
-        return await self.transaction([], [get(key) for key in keys])
+        return await self.transaction([], [etcd_get_request(key) for key in keys])
 
     async def create(self, key: str, value: str, lease: int, *, unless: str) -> KeyValue | None:
         """Create a key unless it or `unless` exists.  Returns what the key holds then; None if only `unless` exists.
@@ -103,12 +105,14 @@ class EtcdClient:
         The lease shows who created the key, also if the reply to an earlier try was lost.
         """
         absent = [if_revision(name, "create", 0) for name in (key, unless)]
-        _, (found,) = await self.transaction(absent, [put(key, value, lease), get(key)], [get(key)])
+        _, (found,) = await self.transaction(
+            absent, [etcd_put_request(key, value, lease), etcd_get_request(key)], [etcd_get_request(key)]
+        )
         return found
 
     async def replace(self, key: str, created: int, other: str, value: str, lease: int) -> None:
         """Replace a key by another in one transaction, if the key was created at revision `created`."""
-        changes = [put(other, value, lease), {"request_delete_range": {"key": b64(key)}}]
+        changes = [etcd_put_request(other, value, lease), {"request_delete_range": {"key": b64(key)}}]
         await self.transaction([if_revision(key, "create", created)], changes)
 
     async def transaction(
@@ -116,13 +120,13 @@ class EtcdClient:
     ) -> tuple[int, list[KeyValue | None]]:
         """Make all requests of `success` if all conditions hold, otherwise those of `failure`.
 
-        Returns etcd's revision, or 0 after `failure`; and the results of each `get` among the requests.
+        Returns etcd's revision, or 0 after `failure`; and the results of each `etcd_get_request` among the requests.
         """
         reply = await self.call("kv/txn", {"compare": conditions, "success": success, "failure": failure})
         with parsing_etcd_reply():
             revision = int(reply["header"]["revision"])
             ranges = [each["response_range"] for each in reply.get("responses", ()) if "response_range" in each]
-            found = [_key_value(one["kvs"][0]) if one.get("kvs") else None for one in ranges]
+            found = [_key_value_in_etcd_reply(one["kvs"][0]) if one.get("kvs") else None for one in ranges]
             return revision if reply.get("succeeded") else 0, found
 
     async def wait_for_change(self, keys: dict[str, str], revision: int) -> bool:
@@ -260,7 +264,7 @@ class EtcdClient:
         return {"Authorization": self._token} if self._token else {}
 
 
-def _tls(settings: Etcd) -> ssl.SSLContext | None:
+def _etcd_client_tls(settings: Etcd) -> ssl.SSLContext | None:
     if not settings.tls:
         return None
     try:
@@ -285,11 +289,11 @@ def prefix_range(prefix: str) -> dict[str, str]:
     return {"key": b64(prefix), "range_end": b64(prefix[:-1] + chr(ord(prefix[-1]) + 1))}
 
 
-def get(key: str | bytes) -> Json:
+def etcd_get_request(key: str | bytes) -> Json:
     return {"request_range": {"key": b64(key)}}
 
 
-def put(key: str | bytes, value: str | bytes, lease: int) -> Json:
+def etcd_put_request(key: str | bytes, value: str | bytes, lease: int) -> Json:
     return {"request_put": {"key": b64(key), "value": b64(value), "lease": str(lease)}}
 
 
@@ -298,7 +302,7 @@ def if_revision(key: str | bytes, kind: Literal["create", "mod"], revision: int)
     return {"key": b64(key), "target": kind.upper(), "result": "EQUAL", f"{kind}_revision": str(revision)}
 
 
-def _key_value(kv: Json) -> KeyValue:
+def _key_value_in_etcd_reply(kv: Json) -> KeyValue:
     value, lease = b64decode(kv.get("value", "")), int(kv.get("lease", 0))
     return KeyValue(value, int(kv["create_revision"]), int(kv["mod_revision"]), lease)
 

@@ -19,7 +19,13 @@ from ripstop.coordinator.job_end import FINAL_REPORT_TIMEOUT_S
 from ripstop.coordinator.job_types import JobSettings
 from ripstop.election import election, records
 from ripstop.election.etcd_client import Denied, EtcdClient, KeyValue, Unavailable, prefix_range
-from ripstop.election.leadership import OUTCOME_TTL_S, Candidacy, Leadership, become_candidate, give_up_lease
+from ripstop.election.leadership import (
+    OUTCOME_TTL_S,
+    Candidacy,
+    Leadership,
+    give_up_leadership_lease,
+    prepare_for_leadership,
+)
 from ripstop.model.config import Etcd, Tls
 from ripstop.model.errors import ProtocolError
 from ripstop.model.events import Sink
@@ -283,7 +289,9 @@ class EtcdLink:
         if candidacy is None or boot_time() > candidacy.requested_at + candidacy.ttl / 2:
             self._withdraw()
             lease = self._settings.timing.lease
-            candidacy = self._candidacy = await become_candidate(self._client, lease, self._local_addr, self._port)
+            candidacy = self._candidacy = await prepare_for_leadership(
+                self._client, lease, self._local_addr, self._port
+            )
         value = records.write_leader_record(self._run_id, candidacy.address, self._node)
         try:
             entry = await self._client.create(self._leader_key, value, candidacy.lease, unless=self._outcome_key)
@@ -299,7 +307,7 @@ class EtcdLink:
         """Close the socket and revoke the lease of a candidacy."""
         if self._candidacy is not None:
             self._candidacy.bound.listening.close()
-            self._start_task(give_up_lease(self._client, self._candidacy.lease))
+            self._start_task(give_up_leadership_lease(self._client, self._candidacy.lease))
             self._candidacy = None
 
     # leading ----------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class Candidacy(Struct, frozen=True):
     address: Address
 
 
-async def become_candidate(client: EtcdClient, job_lease: float, local_addr: str | None, port: int) -> Candidacy:
+async def prepare_for_leadership(client: EtcdClient, job_lease: float, local_addr: str | None, port: int) -> Candidacy:
     """Raises `Unavailable` or `Denied`."""
     try:
         host = local_addr or await client.local_host()
@@ -44,13 +44,13 @@ async def become_candidate(client: EtcdClient, job_lease: float, local_addr: str
     requested_at = boot_time()
     lease, ttl = await client.grant(math.ceil(job_lease) + EXTRA_LEASE_S)
     try:
-        bound = _bind_candidate_port(host, port)
+        bound = _bind_leadership_port(host, port)
     except RipstopError as error:
         raise Denied(f"{host}: this node cannot listen there; give one of its addresses as --local-addr") from error
     return Candidacy(lease, ttl, requested_at, bound, Address(host, bound.address.port))
 
 
-def _bind_candidate_port(host: str, port: int) -> Bound:
+def _bind_leadership_port(host: str, port: int) -> Bound:
     """Bind the requested port, or any other if it is in use: nodes read the address from etcd."""
     try:
         bound = bind(Address(host, port), required=True)
@@ -101,7 +101,7 @@ class Leadership:
         self._renewing.cancel()
 
     async def close(self) -> None:
-        await asyncio.gather(give_up_lease(self._client, self.lease), self._server.close())
+        await asyncio.gather(give_up_leadership_lease(self._client, self.lease), self._server.close())
 
     async def publish_outcome(self, leader_key: str, outcome_key: str, outcome: str) -> None:
         """Replace the leader's key by the signed outcome of the job."""
@@ -112,7 +112,7 @@ class Leadership:
             log.warning("the outcome of the job could not be written to etcd: %s", error)
 
 
-async def give_up_lease(client: EtcdClient, lease: int) -> None:
+async def give_up_leadership_lease(client: EtcdClient, lease: int) -> None:
     """End a lease; if etcd does not reply, the lease ends by itself."""
     with contextlib.suppress(Unavailable, Denied):
         await client.revoke(lease)

@@ -39,9 +39,9 @@ def encode(message: Message) -> str:
     while len(text) > MAX_FRAME_BYTES:
         match message:
             case Failed() | Join() | Stopped() | Inspected() if message.failures:
-                message = replace(message, failures=_fewer_to_encode(message.failures))
+                message = replace(message, failures=_fewer_failures_to_encode(message.failures))
             case Closed(report) if report.failures:
-                message = Closed(replace(report, failures=_fewer_to_encode(report.failures)))
+                message = Closed(replace(report, failures=_fewer_failures_to_encode(report.failures)))
             case _:
                 name = type(message).__name__
                 raise ProtocolError(f"a message has at most {MAX_FRAME_BYTES} bytes, this {name} has {len(text)}")
@@ -49,7 +49,7 @@ def encode(message: Message) -> str:
     return text
 
 
-def _fewer_to_encode(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
+def _fewer_failures_to_encode(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
     if len(failures) > 1:
         return failures[: len(failures) // 2]
     (last,) = failures
@@ -62,7 +62,7 @@ def _encode(message: Message) -> str:
     text = ascii_json(message)
     if "null" in text:  # msgspec encodes NaN and infinity as null, which the decoder rejects
         try:
-            _decoder((type(message),)).decode(text)
+            _message_decoder((type(message),)).decode(text)
         except msgspec.ValidationError as error:
             name = type(message).__name__
             raise ProtocolError(f"numbers in a message are finite, one in this {name} is not: {error}") from None
@@ -73,20 +73,20 @@ def decode(text: str, allowed: tuple[type[M], ...]) -> M:
     """Decode a frame as one of the allowed types."""
     if text.startswith(_PREFIX) and len(text) <= MAX_FRAME_BYTES and text.isascii():
         try:
-            message: M = _decoder(allowed).decode("{" + text[len(_PREFIX) :])
+            message: M = _message_decoder(allowed).decode("{" + text[len(_PREFIX) :])
             return message
         except (msgspec.MsgspecError, RecursionError):
             pass  # the slow path below finds the reason
     try:
-        return _decode_frame(text, allowed)
+        return _decode_message_step_by_step(text, allowed)
     except RecursionError:
         raise ProtocolError("a message is nested too deep") from None
 
 
-def decode_record(text: str, cls: type[M]) -> M:
+def decode_protocol_record(text: str, cls: type[M]) -> M:
     """Decode one record, as strictly as a message."""
     try:
-        record: M = _decoder((cls,)).decode(_bounded_message(text))
+        record: M = _message_decoder((cls,)).decode(_message_bytes_to_decode(text))
         return record
     except RecursionError:
         raise ProtocolError(f"a {cls.__name__} is nested too deep") from None
@@ -94,25 +94,25 @@ def decode_record(text: str, cls: type[M]) -> M:
         raise ProtocolError(f"{cls.__name__}: {error}") from None
 
 
-def _decode_frame(text: str, allowed: tuple[type[M], ...]) -> M:
+def _decode_message_step_by_step(text: str, allowed: tuple[type[M], ...]) -> M:
     """Decode step by step.  Accepts any order of fields, and any white space."""
     try:
-        frame = msgspec.json.decode(_bounded_message(text))
+        frame = msgspec.json.decode(_message_bytes_to_decode(text))
     except msgspec.MsgspecError as error:
-        raise ProtocolError(f"a message is JSON, this is not: {_message_excerpt(text)}: {error}") from None
+        raise ProtocolError(f"a message is JSON, this is not: {_undecodable_excerpt(text)}: {error}") from None
     if not isinstance(frame, dict):
-        raise ProtocolError(f"a message is a JSON object, this is {_message_excerpt(text)}")
+        raise ProtocolError(f"a message is a JSON object, this is {_undecodable_excerpt(text)}")
     version = frame.pop("v", None)
     if type(version) is not int or version != VERSION:
         raise VersionMismatch(
-            f"this side uses protocol version {VERSION}, the peer {_message_excerpt(version)}; "
+            f"this side uses protocol version {VERSION}, the peer {_undecodable_excerpt(version)}; "
             "install the same version of ripstop on every node"
         )
     name = frame.get("type")
     cls = next((cls for cls in allowed if cls.__name__ == name), None)
     if cls is None:
         raise ProtocolError(
-            f"expected {' or '.join(cls.__name__ for cls in allowed)}, received type {_message_excerpt(name)}"
+            f"expected {' or '.join(cls.__name__ for cls in allowed)}, received type {_undecodable_excerpt(name)}"
         )
     try:
         return msgspec.convert(frame, cls)
@@ -120,17 +120,17 @@ def _decode_frame(text: str, allowed: tuple[type[M], ...]) -> M:
         raise ProtocolError(f"{name}: {error}") from None
 
 
-def _bounded_message(text: str) -> bytes:
+def _message_bytes_to_decode(text: str) -> bytes:
     data = text.encode("utf-8", "replace")
     if len(data) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a message has at most {MAX_FRAME_BYTES} bytes, this one has {len(data)}")
     return data
 
 
-def _message_excerpt(value: object) -> str:
+def _undecodable_excerpt(value: object) -> str:
     return truncate(repr(value), _MAX_SHOWN)
 
 
 @cache
-def _decoder(types: tuple[type, ...]) -> msgspec.json.Decoder[Any]:
+def _message_decoder(types: tuple[type, ...]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(Union[types])  # noqa: UP007

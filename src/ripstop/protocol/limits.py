@@ -48,15 +48,17 @@ _KEPT_ITEMS = {"problems": slice(8), "standings": slice(MAX_STANDINGS), "log_tai
 S = TypeVar("S", bound=Struct)
 
 
-def bounded(message: FromAgent) -> FromAgent:
+def message_within_limits(message: FromAgent) -> FromAgent:
     """Truncate a message.  `codec.encode` bounds all failures of a message together."""
     match message:
         case Join(node=node, held=held, health_interval=interval):  # `name_outside_limits` checks the names in these
             interval = min(max(0.0, interval), MAX_HEALTH_INTERVAL_S)
             restarts = min(message.restarts, MAX_COUNT)
-            return replace(_truncated(message), node=node, held=held, restarts=restarts, health_interval=interval)
+            return replace(
+                _record_within_limits(message), node=node, held=held, restarts=restarts, health_interval=interval
+            )
         case Failed() | Inspected() | Stopped() | Problems():
-            return _truncated(message)
+            return _record_within_limits(message)
         case FinalCommitMade(why_not=why):
             return replace(message, why_not=truncate(why, MAX_PHRASE))
         case Leaving(why) | Left(why) | StateLost(why=why):
@@ -65,30 +67,30 @@ def bounded(message: FromAgent) -> FromAgent:
             return message
 
 
-def _truncated(record: S) -> S:
+def _record_within_limits(record: S) -> S:
     changed = {}
     for name in record.__struct_fields__:
         value = getattr(record, name)
-        if value and (short := _truncated_field(name, value)) is not value:
+        if value and (short := _field_within_limits(name, value)) is not value:
             changed[name] = short
     return replace(record, **changed) if changed else record
 
 
-def _truncated_field(name: str, value: Any) -> Any:
+def _field_within_limits(name: str, value: Any) -> Any:
     if isinstance(value, str):
         return truncate(value, _MAX_CHARS.get(name, MAX_PHRASE))
     if isinstance(value, tuple):
-        return tuple(_truncated_field(name, item) for item in value[_KEPT_ITEMS.get(name, slice(None))])
-    return _truncated(value) if isinstance(value, Struct) else value
+        return tuple(_field_within_limits(name, item) for item in value[_KEPT_ITEMS.get(name, slice(None))])
+    return _record_within_limits(value) if isinstance(value, Struct) else value
 
 
-def bounded_record(record: EventRecord) -> EventRecord:
+def event_record_within_limits(record: EventRecord) -> EventRecord:
     """Truncate an event record."""
-    values = {name: _truncated_event_field(name, value) for name, value in asdict(record.event).items()}
+    values = {name: _event_field_within_limits(name, value) for name, value in asdict(record.event).items()}
     return replace(record, event=replace(record.event, **values))
 
 
-def _truncated_event_field(name: str, value: Any) -> Any:
+def _event_field_within_limits(name: str, value: Any) -> Any:
     match value:
         case str():
             return truncate(value, max_event_chars(name))
@@ -100,11 +102,11 @@ def _truncated_event_field(name: str, value: Any) -> Any:
             return value
 
 
-def truncate_reason(text: str) -> str:
+def reason_within_limits(text: str) -> str:
     return truncate(text, MAX_REASON)
 
 
-def max_round(known: int) -> int:
+def max_round_within_limits(known: int) -> int:
     """The highest round that a node may report if `known` is the highest one so far, so that no node exhausts them."""
     return known + MAX_ROUND_STEP if known else MAX_COUNT
 

@@ -12,7 +12,7 @@ import hmac
 from msgspec import Struct
 
 
-class Exchange(Struct, frozen=True):
+class SecretProofExchange(Struct, frozen=True):
     """The values of one handshake that both sides have.  `seat` is the dialed address of several, or empty."""
 
     run_id: str
@@ -32,7 +32,7 @@ class Exchange(Struct, frozen=True):
         return _secret_mac(token, prover, self.run_id, self.node, self.coordinator_nonce, self.agent_nonce, *seat)
 
 
-class ReplicaExchange(Struct, frozen=True):
+class ReplicaSecretProofExchange(Struct, frozen=True):
     """The values of a handshake between two nodes, one of which sends copies of its training state to the other."""
 
     run_id: str
@@ -63,26 +63,26 @@ def sign(token: str, run_id: str, text: str) -> str:
     return _secret_mac(token, "signature", run_id, text)
 
 
-def api_token(token: str, run_id: str) -> str:
+def api_token_from_secret(token: str, run_id: str) -> str:
     """The token for the HTTP API.  It is derived from the secret, which is never sent."""
     return _secret_mac(token, "api", run_id)
 
 
-def state_key(token: str, run_id: str, round: int) -> str:
+def state_key_from_secret(token: str, run_id: str, round: int) -> str:
     """The key with which the workers of a round know each other at a restore; "" without a secret."""
     return _secret_mac(token, "state", run_id, str(round)) if token else ""
 
 
 def proofs_match(proof: str, expected: str) -> bool:
     """Compare proofs in constant time."""
-    return hmac.compare_digest(_bytes(proof), _bytes(expected))
+    return hmac.compare_digest(_bytes_for_secret_mac(proof), _bytes_for_secret_mac(expected))
 
 
 def _secret_mac(token: str, *texts: str) -> str:
-    parts = [_bytes(text) for text in texts]
+    parts = [_bytes_for_secret_mac(text) for text in texts]
     framed = b"".join(len(part).to_bytes(8, "big") + part for part in parts)  # texts cannot be shifted into each other
-    return hmac.new(_bytes(token), b"ripstop" + framed, hashlib.sha256).hexdigest()
+    return hmac.new(_bytes_for_secret_mac(token), b"ripstop" + framed, hashlib.sha256).hexdigest()
 
 
-def _bytes(text: str) -> bytes:
+def _bytes_for_secret_mac(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")  # never fails, for any string

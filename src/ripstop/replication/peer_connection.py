@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from ripstop.model.config import Tls
-from ripstop.protocol.secret import ReplicaExchange, proofs_match
+from ripstop.protocol.secret import ReplicaSecretProofExchange, proofs_match
 from ripstop.system.network import enable_keepalive
 from ripstop.transport.tls import client_context, server_context
 
@@ -102,7 +102,7 @@ def connect_to_peer(
         nonce, own = peer.receive().get("nonce"), secrets.token_hex(NONCE_BYTES)
         if not isinstance(nonce, str):
             raise PeerError("the peer does not start with a nonce")
-        exchange = ReplicaExchange(run_id, node, round, nonce, own)
+        exchange = ReplicaSecretProofExchange(run_id, node, round, nonce, own)
         peer.send({"node": node, "round": round, "nonce": own, "proof": exchange.sender_proof(token)})
         match peer.receive():
             case {"proof": str(proof), "error": str(error)} if proofs_match(proof, exchange.receiver_proof(token)):
@@ -129,7 +129,7 @@ def accept_peer(opened: socket.socket, *, tls: Tls | None, token: str, run_id: s
         peer.send({"nonce": nonce})
         match peer.receive():
             case {"node": str(node), "round": int(its_round), "nonce": str(its_nonce), "proof": str(proof)}:
-                exchange = ReplicaExchange(run_id, node, its_round, nonce, its_nonce)
+                exchange = ReplicaSecretProofExchange(run_id, node, its_round, nonce, its_nonce)
             case _:
                 raise PeerError("the peer sends no proof")
         if not proofs_match(proof, exchange.sender_proof(token)):

@@ -19,7 +19,7 @@ from ripstop.model import events, fault_injection
 from ripstop.model.events import MAX_TEXT, EventRecord, RoundEndCause
 from ripstop.model.failure import Failure, Hang
 from ripstop.model.text_formatting import truncate
-from ripstop.protocol.limits import bounded_record
+from ripstop.protocol.limits import event_record_within_limits
 from ripstop.report.model import Action, Loss, NodeReport, Phases, StragglerReport
 from ripstop.telemetry.goodput import MAX_OPEN_ROUNDS, Goodput, RoundSteps
 
@@ -442,7 +442,7 @@ class Facts:
         worker = self._worker(record, event.round, event.rank, event.message, event.pid)
         if worker is None or (worker.evidence is not None and worker.evidence.is_recorded):
             return  # a worker that hung may fail later, while it is stopped
-        record = bounded_record(record)  # a file may be anybody's
+        record = event_record_within_limits(record)  # a file may be anybody's
         assert isinstance(record.event, events.WorkerEvidence)
         event = record.event
         worker.evidence = evidence_from_event(event)

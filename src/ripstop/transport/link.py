@@ -11,7 +11,7 @@
 import asyncio
 from typing import Protocol
 
-from ripstop.coordinator.driver import Coordinator, CoordinatorSession
+from ripstop.coordinator.driver import Coordinator, CoordinatorDriverSession
 from ripstop.protocol.messages import FromAgent, FromCoordinator, Rejected
 
 
@@ -74,7 +74,7 @@ class InProcessLink:
         self._coordinator = coordinator
         self._node = node
         self._listener: Listener | None = None
-        self._session: CoordinatorSession | None = None
+        self._session: CoordinatorDriverSession | None = None
         self._disconnect_reason = "the link to the coordinator in this process is not open yet"
 
     @property

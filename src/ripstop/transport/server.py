@@ -61,7 +61,7 @@ class Server:
         self._authentication = AgentAuthentication(
             agent_host.settings, agent_host.ended.done, token, self._rejections, seat
         )
-        api_token = secret.api_token(token, agent_host.settings.run_id) if token else ""
+        api_token = secret.api_token_from_secret(token, agent_host.settings.run_id) if token else ""
         self._authorization = ApiAuthorization(api_token, tls, endpoint_host, self._unauthenticated)
         self._agents: set[AgentConnection] = set()
         self._no_agents = asyncio.Event()  # set when the last one has closed

@@ -244,7 +244,7 @@ class WebSocketLink:
             received_at = time.monotonic()
         except VersionMismatch as error:
             raise self._rejection(str(error)) from error
-        exchange = secret.Exchange(hello.run_id, hello.node, challenge.nonce, hello.nonce, self._seat)
+        exchange = secret.SecretProofExchange(hello.run_id, hello.node, challenge.nonce, hello.nonce, self._seat)
         if not secret.proofs_match(welcome.proof, exchange.coordinator_proof(self._token)):
             raise self._rejection("it does not have the job's secret; set the same RIPSTOP_TOKEN on every node")
         if not 0 < welcome.lease < 86400:
@@ -253,7 +253,7 @@ class WebSocketLink:
         self._clock_offset = (sent_at + received_at) / 2 - welcome.time
 
     def _hello(self, challenge: str) -> Hello:
-        exchange = secret.Exchange(self._run_id, self._node, challenge, secrets.token_hex(16), self._seat)
+        exchange = secret.SecretProofExchange(self._run_id, self._node, challenge, secrets.token_hex(16), self._seat)
         return Hello(self._run_id, self._node, exchange.agent_nonce, exchange.agent_proof(self._token))
 
     async def _expect(self, ws: aiohttp.ClientWebSocketResponse, kind: type[Expected]) -> Expected:

@@ -29,7 +29,7 @@ class HealthCommand:
     def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         self._command = command
         self._environ = environ
-        self._last: _Process | None = None
+        self._last: _HealthCommandProcess | None = None
 
     async def run(self, timeout: float) -> CommandResult:
         """Run the command; OSError or RuntimeError if the agent lacks the resources to start it."""
@@ -37,9 +37,9 @@ class HealthCommand:
             await asyncio.wait([self._last.ended], timeout=timeout)
             if not self._last.ended.done():
                 return CommandResult(None)
-        output = _Output()
+        output = _HealthCommandOutput()
         try:
-            process = self._last = _Process(self._command, self._environ, output.write_end)
+            process = self._last = _HealthCommandProcess(self._command, self._environ, output.write_end)
             try:
                 await asyncio.wait([process.ended], timeout=timeout)
             finally:
@@ -54,7 +54,7 @@ class HealthCommand:
             output.close()
 
 
-class _Process:
+class _HealthCommandProcess:
     """One run of the command; `ended` is its return code, or the error that prevented its start."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], output: int) -> None:
@@ -105,7 +105,7 @@ class _Process:
         return process.wait()
 
 
-class _Output:
+class _HealthCommandOutput:
     """A pipe, and the end of what was written to it; the process owns the write end."""
 
     def __init__(self) -> None:

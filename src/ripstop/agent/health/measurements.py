@@ -43,7 +43,7 @@ class HealthProbe:
     async def read(self, skew: float | None) -> HealthFacts:
         """All measurements; the caller provides `skew`."""
         disks, gpus, result = await asyncio.gather(
-            self._disks.call(MEASUREMENT_TIMEOUT_S), self._gpus.call(MEASUREMENT_TIMEOUT_S), self._run_command()
+            self._disks.call(MEASUREMENT_TIMEOUT_S), self._gpus.call(MEASUREMENT_TIMEOUT_S), self._measure_by_command()
         )
         if gpus and not self._known_gpus:
             self._known_gpus = tuple(gpu.uuid for gpu in gpus if gpu.uuid)
@@ -56,7 +56,7 @@ class HealthProbe:
             timed_out=tuple(what for what, found in (("disks", disks), ("GPUs", gpus)) if found is None),
         )
 
-    async def _run_command(self) -> CommandResult | None:
+    async def _measure_by_command(self) -> CommandResult | None:
         if self._limits.command:
             try:
                 self._command_result = await self._command.run(self._limits.interval)

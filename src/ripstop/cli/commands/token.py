@@ -5,7 +5,7 @@ import os
 from ripstop.cli.job_client import BASIC_FLAGS, JobClientCommandLine, JobCommand
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import identifier, parse_job_secret
-from ripstop.protocol.secret import api_token
+from ripstop.protocol.secret import api_token_from_secret
 
 HELP = """\
 usage: ripstop token [--job NAME] [--json]
@@ -30,7 +30,7 @@ def token(command: JobClientCommandLine) -> None:
     secret, _ = parse_job_secret(os.environ)
     if not secret:
         raise UsageError("the token is derived from the job's secret; set it in RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE")
-    found = api_token(secret, identifier("--job", command.args.text("--job", "none")))
+    found = api_token_from_secret(secret, identifier("--job", command.args.text("--job", "none")))
     command.print(found, {"token": found})
 
 

@@ -348,11 +348,11 @@ def run_cluster_operator(args: ParsedArguments, _: Sequence[str]) -> int:
     _require_cluster_packages("kubernetes", "kopf")
     from ripstop.kubernetes.job_poller import PolledJobApi
     from ripstop.kubernetes.operator import run_operator
-    from ripstop.protocol.secret import api_token
+    from ripstop.protocol.secret import api_token_from_secret
 
     run_operator(
         args.text("--namespace") or None,
-        PolledJobApi(api_token),
+        PolledJobApi(api_token_from_secret),
         home=args.text("--home", HOME),
         health=args.text("--health") or None,
     )

@@ -43,7 +43,7 @@ from ripstop.compat.rendezvous.handler import (
     is_rendezvous_handler_error,
 )
 from ripstop.coordinator import ranks
-from ripstop.coordinator.restart_budget import RestartBudget, is_early_failure
+from ripstop.coordinator.restart_budget import RestartBudget, is_early_for_restart_budget
 from ripstop.diagnostics.failure_ranking import rank_failures, root_cause, trimmed_ranking
 from ripstop.model.config import RunConfig
 from ripstop.model.failure import Failure, JobEnd, how_it_ended
@@ -247,7 +247,7 @@ class HandlerLink:
                     case Failed(round, failures) if round == current.place.round:
                         self._failures += failures
                         verdict = self._restarts.charge(
-                            loop.time(), early=is_early_failure(loop.time() - began, progressed=False)
+                            loop.time(), early=is_early_for_restart_budget(loop.time() - began, progressed=False)
                         )
                         if not verdict.allowed:
                             return self._report(Outcome.FAILED, f"{self._culprit()}; {verdict.why}")

@@ -21,10 +21,10 @@ from ripstop.election.etcd_client import (
     KeyValue,
     Unavailable,
     b64,
-    get,
+    etcd_get_request,
+    etcd_put_request,
     if_revision,
     parsing_etcd_reply,
-    put,
 )
 from ripstop.model.config import Etcd
 
@@ -53,13 +53,16 @@ class SyncEtcdClient:
 
     def read(self, keys: Sequence[bytes], timeout: float) -> tuple[int, list[KeyValue | None]]:
         """The etcd revision when the first key was read, and the values of these keys."""
-        replies = [self._transact(timeout, [], [get(key) for key in some]) for some in _sync_etcd_client_batches(keys)]
+        replies = [
+            self._transact(timeout, [], [etcd_get_request(key) for key in some])
+            for some in _sync_etcd_client_batches(keys)
+        ]
         return replies[0][0] if replies else 0, [value for _, values in replies for value in values]
 
     def write(self, values: Mapping[bytes, bytes], timeout: float, *, lease: int = 0) -> None:
         """Write the values; more than a transaction holds are not written atomically."""
         for some in _sync_etcd_client_batches(list(values.items())):
-            self._transact(timeout, [], [put(key, value, lease) for key, value in some])
+            self._transact(timeout, [], [etcd_put_request(key, value, lease) for key, value in some])
 
     def swap(
         self, key: bytes, revision: int, values: Mapping[bytes, bytes], timeout: float, *, lease: int = 0
@@ -68,8 +71,10 @@ class SyncEtcdClient:
 
         Otherwise returns 0 and the present values of all these keys.
         """
-        puts = [put(name, value, lease) for name, value in values.items()]
-        return self._transact(timeout, [if_revision(key, "mod", revision)], puts, [get(name) for name in values])
+        puts = [etcd_put_request(name, value, lease) for name, value in values.items()]
+        return self._transact(
+            timeout, [if_revision(key, "mod", revision)], puts, [etcd_get_request(name) for name in values]
+        )
 
     def delete(self, key: bytes, timeout: float) -> bool:
         """Whether the key existed."""
