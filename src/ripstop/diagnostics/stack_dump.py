@@ -81,7 +81,7 @@ async def dump_stacks(processes: Iterable[tuple[int, Path | None]]) -> list[Stac
 
 
 async def _dump(pid: int, file: Path | None, slots: asyncio.Semaphore, deadline: float) -> StackDump:
-    process = linux.read_process(pid)
+    process = linux.read_linux_process(pid)
     found = StackDump(pid, process.state if process else "", _read(pid, "wchan"), _read(pid, "stack"), (), "kernel")
     if process is None or process.dead:
         return found
