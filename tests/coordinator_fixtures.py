@@ -13,7 +13,7 @@ from ripstop.coordinator.job_types import JobSettings
 from ripstop.model.config import Budget, Timing, Tls
 from ripstop.model.round import Address, Node
 from ripstop.protocol.messages import FromCoordinator, Join, Ready
-from ripstop.transport.endpoint import bind
+from ripstop.transport.endpoint import bind_endpoint
 from ripstop.transport.server import Server
 from ripstop.transport.tls import client_context, server_context
 from ripstop.transport.websocket_link import WebSocketLink
@@ -136,7 +136,7 @@ class Harness:
     ) -> AsyncIterator[tuple[Tapped, Address]]:
         """A coordinator on its own port."""
         coordinator = Tapped(Harness.settings(nodes, lease, least, run_id=run_id))
-        bound = bind(Address("127.0.0.1", port), required=True)
+        bound = bind_endpoint(Address("127.0.0.1", port), required=True)
         assert bound is not None
         server = Server(bound.listening, coordinator, token=token, tls=tls and server_context(tls), endpoint_host=name)
         address = bound.address

@@ -16,7 +16,7 @@ from ripstop.logs.directory import LogDirectory
 from ripstop.model.config import LogFormat
 from ripstop.model.failure import JobEnd
 from ripstop.model.round import Outcome
-from ripstop.model.text_formatting import clean, one_line
+from ripstop.model.text_formatting import format_clean_text, one_line
 from ripstop.system.safe_files import replace_file
 from ripstop.system.stderr_terminal import has_colors, terminal_width
 from ripstop.telemetry.stderr_log import StderrLogPrinter
@@ -25,7 +25,7 @@ REPORT_WIDTH = 100
 CONSOLE_TIMEOUT_MS = 1000  # for a console that is slow to read
 
 
-def print_report(report: JobEnd, printer: StderrLogPrinter, level: int = logging.ERROR) -> None:
+def print_final_output_report(report: JobEnd, printer: StderrLogPrinter, level: int = logging.ERROR) -> None:
     """At a terminal, in its width, and the outcome and the root cause of a failure in red."""
     text = shown = render_failure_report(
         report, min(REPORT_WIDTH, terminal_width() if os.isatty(2) else REPORT_WIDTH)
@@ -37,7 +37,7 @@ def print_report(report: JobEnd, printer: StderrLogPrinter, level: int = logging
     printer.line(text, level, shown)
 
 
-def print_result(end: ExitAgent, directory: LogDirectory, printer: StderrLogPrinter) -> None:
+def print_final_output(end: ExitAgent, directory: LogDirectory, printer: StderrLogPrinter) -> None:
     """Print the report or the error of an unsuccessful end, and save the report beside the logs."""
     has_succeeded = end.report is not None and end.report.outcome is Outcome.SUCCEEDED
     directory.tidy(succeeded=has_succeeded)
@@ -47,7 +47,7 @@ def print_result(end: ExitAgent, directory: LogDirectory, printer: StderrLogPrin
         if printer.settings.format is LogFormat.TEXT:
             with suppress(OSError):  # the console is closed
                 print(file=sys.stderr)
-        print_report(_without_deleted_files(end.report, directory), printer)
+        print_final_output_report(_final_output_without_deleted_files(end.report, directory), printer)
         if directory.kept:
             result = str(path := directory.path / "report.json")
             try:
@@ -59,7 +59,7 @@ def print_result(end: ExitAgent, directory: LogDirectory, printer: StderrLogPrin
         printer.line(f"error: {one_line(end.why)}", logging.ERROR)
 
 
-def write_job_report(directory: LogDirectory, printer: StderrLogPrinter) -> None:
+def write_final_output_job_report(directory: LogDirectory, printer: StderrLogPrinter) -> None:
     """On the coordinator's node: write the report of the whole job beside its events, and print its path."""
     if not directory.has_job_events or not directory.kept:
         return
@@ -81,11 +81,11 @@ def _can_print_final_output() -> bool:
     return any(mask & select.POLLOUT for _, mask in poll.poll(CONSOLE_TIMEOUT_MS))
 
 
-def _without_deleted_files(report: JobEnd, directory: LogDirectory) -> JobEnd:
+def _final_output_without_deleted_files(report: JobEnd, directory: LogDirectory) -> JobEnd:
     """The report without the names of files in a log directory that was deleted."""
     if directory.kept:
         return report
-    deleted = clean(str(directory.path))
+    deleted = format_clean_text(str(directory.path))
     failures = (
         replace(failure, logs="", error_file="", hang=failure.hang and replace(failure.hang, file=""))
         if failure.logs.startswith(deleted)
@@ -95,7 +95,7 @@ def _without_deleted_files(report: JobEnd, directory: LogDirectory) -> JobEnd:
     return replace(report, failures=tuple(failures))
 
 
-def write_termination_message(file: Path, end: ExitAgent, printer: StderrLogPrinter) -> None:
+def write_final_output_termination_message(file: Path, end: ExitAgent, printer: StderrLogPrinter) -> None:
     from ripstop.api.termination_message import termination_message
 
     try:

@@ -20,13 +20,18 @@ from msgspec.structs import replace
 import ripstop
 from ripstop.agent.driver import AgentDriver
 from ripstop.agent.machine_io import ExitAgent
-from ripstop.api import probe_server
 from ripstop.api.job_socket import JobSocket
+from ripstop.api.probe_server import listen_for_probes, serve_probes
 from ripstop.coordinator.driver import Coordinator
 from ripstop.coordinator.job_types import JobSettings
 from ripstop.diagnostics.failure_log import FailureLog
 from ripstop.election.elected_link import ElectedLink
-from ripstop.final_output import print_report, print_result, write_job_report, write_termination_message
+from ripstop.final_output import (
+    print_final_output,
+    print_final_output_report,
+    write_final_output_job_report,
+    write_final_output_termination_message,
+)
 from ripstop.logs.console import Console
 from ripstop.logs.directory import LogDirectory, LogDirectorySource
 from ripstop.model.config import (
@@ -50,7 +55,7 @@ from ripstop.system.live_line import LiveLine, can_show
 from ripstop.system.stderr_terminal import has_colors
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS, EventFile
 from ripstop.telemetry.stderr_log import StderrLogPrinter, log_to_stderr
-from ripstop.transport.endpoint import Bound, bind, bind_first_endpoint
+from ripstop.transport.endpoint import Bound, bind_endpoint, bind_first_endpoint
 from ripstop.transport.link import InProcessLink, Link
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.processes import Children
@@ -69,9 +74,9 @@ SECRET_VARIABLES = (
 # one node -------------------------------------------------------------------------------------------------------------
 
 
-def run(config: RunConfig, link: Link | None = None) -> int:
+def launch_node(config: RunConfig, link: Link | None = None) -> int:
     """Run this node's part of the job; a caller that has its own coordinator passes the `link` to it."""
-    live = _live_line(config)
+    live = _launch_live_line(config)
     with log_to_stderr(config.own_log, config.notes, with_coordinator=config.backend is not Backend.LOCAL, live=live):
         if config.user_key is not None:
             config = replace(config, token=job_secret_from_user_key(config.user_key))
@@ -82,35 +87,35 @@ def run(config: RunConfig, link: Link | None = None) -> int:
         if (report := end.report) is not None and report.outcome is Outcome.SUCCEEDED:
             log.info("job=%s succeeded rounds=%d restarts=%d", report.run_id, report.rounds, report.restarts)
     printer = StderrLogPrinter("run", config.own_log)
-    print_result(end, directory, printer)
-    write_job_report(directory, printer)
+    print_final_output(end, directory, printer)
+    write_final_output_job_report(directory, printer)
     if config.termination_log is not None:
-        write_termination_message(config.termination_log, end, printer)
+        write_final_output_termination_message(config.termination_log, end, printer)
     is_job_over = end.report is not None or end.code == 0  # otherwise a new agent may succeed
     if config.linger and is_job_over and end.code < 128:
         printer.line("the job is over; waiting for a signal to exit (--linger)", logging.INFO)
-        _linger_until_signal(config.signals)
+        _linger_after_launch(config.signals)
     return end.code
 
 
 def _run_with_workers(
     config: RunConfig, directory: LogDirectory, link: Link | None, live: LiveLine | None
 ) -> ExitAgent:
-    bound = bind_endpoint(config)
+    bound = bind_launch_endpoint(config)
     probe_socket = None
     if config.probe_port is not None:
-        probe_socket = probe_server.listen_for_probes("--probe-port", config.local_addr, config.probe_port)
+        probe_socket = listen_for_probes("--probe-port", config.local_addr, config.probe_port)
     environ = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
     # first, because its imports take the longest; the agent loads the rest meanwhile
     children = Children()
     shared = shared_environment(environ, config.slots)
     with (
         closing(Spawner(children, config.entry, shared, config.start, config.preload)) as spawner,
-        _torch_event_handler(config, environ, children) as sinks,
+        _launch_torch_event_handler(config, environ, children) as sinks,
     ):
-        _log_start(config, directory)
+        _log_launch(config, directory)
         return asyncio.run(
-            run_agent(
+            run_launched_agent(
                 config,
                 directory,
                 spawner,
@@ -124,7 +129,7 @@ def _run_with_workers(
         )
 
 
-async def run_agent(
+async def run_launched_agent(
     config: RunConfig,
     directory: LogDirectory,
     spawner: WorkerSpawner,
@@ -141,18 +146,18 @@ async def run_agent(
     `sinks` take this node's events.  Without a `link`, the agent finds or hosts the coordinator.  Without a `console`,
     the workers' output goes to this process's stdout and stderr.
     """
-    node = _this_node(config, bound)
-    config = _with_secret(config, bound)
+    node = _node_to_launch(config, bound)
+    config = _with_launch_secret(config, bound)
     async with AsyncExitStack() as parts:
-        node_sinks = [_event_file(parts, directory, NODE_EVENTS), *sinks]
+        node_sinks = [_launch_event_file(parts, directory, NODE_EVENTS), *sinks]
         if link is not None:
             access = _CoordinatorAccess(link)
         elif config.backend is Backend.ETCD or config.successors:
             access = _elect_coordinator(parts, config, node, directory, bound)
         elif config.backend is Backend.LOCAL or bound is not None:
-            access = await _host_coordinator(parts, config, node, directory, bound)
+            access = await _launch_hosted_coordinator(parts, config, node, directory, bound)
         else:
-            access = _connect_to_coordinator(parts, config, node)
+            access = _launch_link_to_coordinator(parts, config, node)
         describe_wait: Callable[[], str] = access.coordinator.wait_text if access.coordinator is not None else str
         driver = AgentDriver(
             config, node, spawner, access.link, directory, environ, logs_source, node_sinks, console, describe_wait
@@ -160,7 +165,7 @@ async def run_agent(
         if access.failure is not None:
             access.failure.add_done_callback(lambda failure: driver.fail(failure.exception()))
         if probe_socket is not None:
-            _serve_probes(parts, probe_socket, driver.reason_not_ready)
+            _launch_probe_server(parts, probe_socket, driver.reason_not_ready)
         end = await driver.run()
         if access.coordinator is not None and end.report is not None:
             await access.coordinator.ended  # the other nodes receive the report before their coordinator exits
@@ -179,25 +184,25 @@ class _CoordinatorAccess(Struct, frozen=True):
     coordinator: Coordinator | None = None
 
 
-async def _host_coordinator(
+async def _launch_hosted_coordinator(
     parts: AsyncExitStack, config: RunConfig, node: Node, directory: LogDirectory, bound: Bound | None
 ) -> _CoordinatorAccess:
     """The coordinator runs in this process; `bound` is None if it serves this node alone."""
-    sinks = [_job_event_file(parts, directory), *_other_sinks(parts, config)]
-    coordinator = Coordinator(_job_settings(config, own=node.id), sinks=sinks)
+    sinks = [_launch_job_event_file(parts, directory), *_other_launch_sinks(parts, config)]
+    coordinator = Coordinator(_launch_job_settings(config, own=node.id), sinks=sinks)
     if bound is not None:
-        await _serve(parts, coordinator, bound, config)
-    _job_socket(parts, config, node.id).lead(coordinator, str(bound.address) if bound else "")
+        await _launch_server(parts, coordinator, bound, config)
+    _launch_job_socket(parts, config, node.id).lead(coordinator, str(bound.address) if bound else "")
     parts.callback(coordinator.stop)  # before the server closes: clients that wait for a reply end then
     return _CoordinatorAccess(InProcessLink(coordinator, node.id), coordinator.ended, coordinator)
 
 
-def _connect_to_coordinator(parts: AsyncExitStack, config: RunConfig, node: Node) -> _CoordinatorAccess:
+def _launch_link_to_coordinator(parts: AsyncExitStack, config: RunConfig, node: Node) -> _CoordinatorAccess:
     """The coordinator runs at the endpoint."""
     from ripstop.transport.websocket_link import WebSocketLink  # aiohttp: only with a network
 
     assert config.endpoint is not None
-    _job_socket(parts, config, node.id).follow(str(config.endpoint))
+    _launch_job_socket(parts, config, node.id).follow(str(config.endpoint))
     tls = None
     if config.tls is not None:
         from ripstop.transport.tls import client_context
@@ -219,7 +224,7 @@ def _elect_coordinator(
     parts: AsyncExitStack, config: RunConfig, node: Node, directory: LogDirectory, bound: Bound | None
 ) -> _CoordinatorAccess:
     """etcd or the nodes elect the agent that runs the coordinator; if it is this one, it runs within the link."""
-    job_socket = _job_socket(parts, config, node.id)
+    job_socket = _launch_job_socket(parts, config, node.id)
 
     def on_elected(address: Address | None, own: Coordinator | None) -> None:
         if own is not None:
@@ -229,8 +234,8 @@ def _elect_coordinator(
         else:
             job_socket.job = None
 
-    settings = replace(_job_settings(config, own=node.id), is_elected=True)
-    sinks = [_job_event_file(parts, directory), *_other_sinks(parts, config)]
+    settings = replace(_launch_job_settings(config, own=node.id), is_elected=True)
+    sinks = [_launch_job_event_file(parts, directory), *_other_launch_sinks(parts, config)]
     identity = {"node": node.id, "token": config.token, "tls": config.tls}
     common: dict[str, Any] = {**identity, "sinks": sinks, "on_leader": on_elected}
     link: ElectedLink
@@ -248,26 +253,28 @@ def _elect_coordinator(
 # a coordinator without workers ----------------------------------------------------------------------------------------
 
 
-def coordinate(config: CoordinatorConfig) -> int:
+def launch_coordinator(config: CoordinatorConfig) -> int:
     """Run a coordinator without workers."""
     with log_to_stderr(config.own_log, config.notes, with_coordinator=True):
         directory = LogDirectory(Logs(config.log_dir), config.run_id) if config.log_dir else None
-        bound = bind(config.endpoint, required=True, multi_node=config.max_nodes > 1)
+        bound = bind_endpoint(config.endpoint, required=True, multi_node=config.max_nodes > 1)
         assert bound is not None, "bind raises if it cannot bind a required endpoint"
-        _check_bound(bound, config)
-        end = asyncio.run(_run_coordinator(config, bound, directory))
+        _check_launch_bound(bound, config)
+        end = asyncio.run(_run_launched_coordinator(config, bound, directory))
     printer = StderrLogPrinter("coordinator", config.own_log)
     if isinstance(end, JobEnd):
         level = logging.INFO if end.outcome is Outcome.SUCCEEDED else logging.ERROR
-        print_report(end, printer, level)
+        print_final_output_report(end, printer, level)
     if directory is not None:
-        write_job_report(directory, printer)
+        write_final_output_job_report(directory, printer)
     if isinstance(end, int):
         return 128 + end
     return 0 if end.outcome is Outcome.SUCCEEDED else 1
 
 
-async def _run_coordinator(config: CoordinatorConfig, bound: Bound, directory: LogDirectory | None) -> JobEnd | int:
+async def _run_launched_coordinator(
+    config: CoordinatorConfig, bound: Bound, directory: LogDirectory | None
+) -> JobEnd | int:
     """The job's report, or the signal that ended the coordinator."""
     loop = asyncio.get_running_loop()
     signalled: asyncio.Future[int] = loop.create_future()
@@ -279,10 +286,11 @@ async def _run_coordinator(config: CoordinatorConfig, bound: Bound, directory: L
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, on_signal, signum)
     async with AsyncExitStack() as parts:
-        sinks = [_job_event_file(parts, directory)] if directory else []
-        coordinator = Coordinator(_job_settings(config), sinks=[*sinks, *_other_sinks(parts, config)])
-        await _serve(parts, coordinator, bound, config)
-        _job_socket(parts, config, f"{socket.gethostname()}-{os.getpid()}").lead(coordinator, str(config.endpoint))
+        sinks = [_launch_job_event_file(parts, directory)] if directory else []
+        coordinator = Coordinator(_launch_job_settings(config), sinks=[*sinks, *_other_launch_sinks(parts, config)])
+        await _launch_server(parts, coordinator, bound, config)
+        name = f"{socket.gethostname()}-{os.getpid()}"
+        _launch_job_socket(parts, config, name).lead(coordinator, str(config.endpoint))
         parts.callback(coordinator.stop)
         log.info("coordinator of job=%s at %s", config.run_id, bound.address)
         ends: list[asyncio.Future[Any]] = [coordinator.ended, signalled]
@@ -293,10 +301,10 @@ async def _run_coordinator(config: CoordinatorConfig, bound: Bound, directory: L
 # the parts ------------------------------------------------------------------------------------------------------------
 
 
-def bind_endpoint(config: RunConfig) -> Bound | None:
+def bind_launch_endpoint(config: RunConfig) -> Bound | None:
     """The listening socket if this node hosts the coordinator for others, or serves `--api`; otherwise None."""
     if config.backend is Backend.LOCAL and config.api is not None:
-        return bind(config.api, required=True, multi_node=False, flag="--api")
+        return bind_endpoint(config.api, required=True, multi_node=False, flag="--api")
     if config.backend in (Backend.LOCAL, Backend.ETCD, Backend.HANDLER) or config.is_host is False:
         return None
     assert config.endpoint is not None, "a job of several nodes has an endpoint"
@@ -304,13 +312,15 @@ def bind_endpoint(config: RunConfig) -> Bound | None:
     if config.successors:
         bound = bind_first_endpoint(config.successors, required=is_host, own_address=config.local_addr)
     else:
-        bound = bind(config.endpoint, required=is_host, multi_node=config.max_nodes > 1, own_address=config.local_addr)
+        bound = bind_endpoint(
+            config.endpoint, required=is_host, multi_node=config.max_nodes > 1, own_address=config.local_addr
+        )
     if bound is not None:
-        _check_bound(bound, config)
+        _check_launch_bound(bound, config)
     return bound
 
 
-def _check_bound(bound: Bound, config: RunConfig | CoordinatorConfig) -> None:
+def _check_launch_bound(bound: Bound, config: RunConfig | CoordinatorConfig) -> None:
     """Before anything starts: UsageError if agents would not trust the certificate of the endpoint's host."""
     endpoint = bound.seat or config.endpoint
     if config.tls is not None and endpoint is not None:
@@ -325,7 +335,7 @@ def _check_bound(bound: Bound, config: RunConfig | CoordinatorConfig) -> None:
         log.warning("%s", bound.note)
 
 
-def _with_secret(config: RunConfig, bound: Bound | None) -> RunConfig:
+def _with_launch_secret(config: RunConfig, bound: Bound | None) -> RunConfig:
     """A job of one node with an open port gets a random secret, so that no other user can join or stop it.
 
     It needs none if TLS requires client certificates: those also let operators in.
@@ -336,7 +346,7 @@ def _with_secret(config: RunConfig, bound: Bound | None) -> RunConfig:
     return replace(config, token=secrets.token_hex(16))
 
 
-def _this_node(config: RunConfig, bound: Bound | None) -> Node:
+def _node_to_launch(config: RunConfig, bound: Bound | None) -> Node:
     """This node.  Its address is the user's, or the endpoint's if hosted here; empty: the link finds it."""
     host = config.local_addr or ""
     if not host and config.backend is Backend.LOCAL:
@@ -349,7 +359,7 @@ def _this_node(config: RunConfig, bound: Bound | None) -> Node:
     return Node(name, host, config.slots, config.role, config.node_rank, config.node_number, config.node_label)
 
 
-def _job_settings(config: RunConfig | CoordinatorConfig, own: str = "") -> JobSettings:
+def _launch_job_settings(config: RunConfig | CoordinatorConfig, own: str = "") -> JobSettings:
     is_local = isinstance(config, RunConfig) and config.backend is Backend.LOCAL
     return JobSettings(
         run_id=config.run_id,
@@ -367,7 +377,7 @@ def _job_settings(config: RunConfig | CoordinatorConfig, own: str = "") -> JobSe
     )
 
 
-async def _serve(
+async def _launch_server(
     parts: AsyncExitStack, coordinator: Coordinator, bound: Bound, config: RunConfig | CoordinatorConfig
 ) -> None:
     from ripstop.transport.server import Server  # aiohttp: only with a network
@@ -389,8 +399,8 @@ async def _serve(
     await server.start()
 
 
-def _serve_probes(parts: AsyncExitStack, listening: socket.socket, unready: Callable[[], str]) -> None:
-    serving = asyncio.create_task(probe_server.serve(listening, unready), name="ripstop-probes")
+def _launch_probe_server(parts: AsyncExitStack, listening: socket.socket, unready: Callable[[], str]) -> None:
+    serving = asyncio.create_task(serve_probes(listening, unready), name="ripstop-probes")
 
     async def stop() -> None:
         serving.cancel()
@@ -400,7 +410,7 @@ def _serve_probes(parts: AsyncExitStack, listening: socket.socket, unready: Call
     parts.push_async_callback(stop)
 
 
-def _job_socket(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig, node: str) -> JobSocket:
+def _launch_job_socket(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig, node: str) -> JobSocket:
     """The job's API for operators on this machine."""
     token = secret.api_token_from_secret(config.token, config.run_id) if config.token else ""
     job_socket = JobSocket(os.environ, config.run_id, node, token, config.tls)
@@ -408,13 +418,13 @@ def _job_socket(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig, no
     return job_socket
 
 
-def _event_file(parts: AsyncExitStack, directory: LogDirectory, name: str) -> Sink:
+def _launch_event_file(parts: AsyncExitStack, directory: LogDirectory, name: str) -> Sink:
     file = EventFile(directory.path / name)
     parts.callback(file.close)
     return file.add
 
 
-def _job_event_file(parts: AsyncExitStack, directory: LogDirectory) -> Sink:
+def _launch_job_event_file(parts: AsyncExitStack, directory: LogDirectory) -> Sink:
     """The file of the whole job's events; `directory` records whether this process was the one that wrote it."""
     file = EventFile(directory.path / JOB_EVENTS)
 
@@ -426,7 +436,7 @@ def _job_event_file(parts: AsyncExitStack, directory: LogDirectory) -> Sink:
     return file.add
 
 
-def _other_sinks(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig) -> list[Sink]:
+def _other_launch_sinks(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig) -> list[Sink]:
     """The log of failures, and the senders of the job's traces and of notifications, if they are on."""
     sinks: list[Sink] = [FailureLog(log.warning).add]
     if config.tracing is not None:
@@ -445,7 +455,7 @@ def _other_sinks(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig) -
 
 
 @contextmanager
-def _torch_event_handler(config: RunConfig, environ: dict[str, str], children: Children) -> Iterator[list[Sink]]:
+def _launch_torch_event_handler(config: RunConfig, environ: dict[str, str], children: Children) -> Iterator[list[Sink]]:
     """The sink for the torch event handler that the user named, if any."""
     if not config.event_handler:
         yield []
@@ -464,7 +474,7 @@ def _torch_event_handler(config: RunConfig, environ: dict[str, str], children: C
 # the log, and the wait before the exit --------------------------------------------------------------------------------
 
 
-def _log_start(config: RunConfig, directory: LogDirectory) -> None:
+def _log_launch(config: RunConfig, directory: LogDirectory) -> None:
     least, most = config.min_nodes, config.max_nodes
     text = "ripstop=%s job=%s nnodes=%s workers=%d logs=%s"
     nodes = f"{least}:{most}" if least < most else most
@@ -472,14 +482,14 @@ def _log_start(config: RunConfig, directory: LogDirectory) -> None:
     log.info(text, ripstop.__version__, config.run_id, nodes, config.slots, logs)
 
 
-def _live_line(config: RunConfig) -> LiveLine | None:
+def _launch_live_line(config: RunConfig) -> LiveLine | None:
     """The live line of this terminal; None if there is none, or other processes of the job write to it."""
     is_shared = config.event_handler or config.standby.count or config.logs.specs
     is_shown = config.own_log.live and config.own_log.format is LogFormat.TEXT and not is_shared
     return LiveLine(colors=has_colors(os.environ)) if is_shown and can_show(os.environ) else None
 
 
-def _linger_until_signal(names: Sequence[str]) -> None:
+def _linger_after_launch(names: Sequence[str]) -> None:
     """Wait for one of these signals.
 
     They are blocked first: the kernel drops an unblocked signal without a handler to the first process of a container.

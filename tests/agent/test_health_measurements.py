@@ -172,7 +172,7 @@ def test_an_agent_that_cannot_start_a_thread_keeps_its_last_measurements(monkeyp
 def _all_exited(pids: Path) -> None:
     end = time.monotonic() + DEADLINE
     for pid in map(int, pids.read_text().split()):
-        while (process := linux.read_process(pid)) is not None and not process.dead:
+        while (process := linux.read_linux_process(pid)) is not None and not process.dead:
             assert time.monotonic() < end, f"{pid} is still there"
             time.sleep(0.01)
 

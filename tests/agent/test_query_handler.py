@@ -13,7 +13,7 @@ from ripstop.agent.usage_sampler import GpuUsageSampler
 from ripstop.diagnostics.progress import WorkerProgress
 from ripstop.logs import log_reader
 from ripstop.logs.directory import RoundLogs
-from ripstop.model.config import Logs, OutputStreams, StreamMap
+from ripstop.model.config import ConfiguredStreams, Logs, OutputStreams
 from ripstop.model.errors import QueryFailed
 from ripstop.model.round import Address, Place
 from ripstop.model.usage import GpuSample
@@ -56,7 +56,9 @@ def test_an_unknown_query_is_an_error_that_lists_the_known_queries() -> None:
 
 
 def test_after_an_older_rounds_log_follows_the_current_rounds(tmp_path: Path) -> None:
-    logs = RoundLogs(tmp_path, Logs(tmp_path, redirects=StreamMap(OutputStreams.ALL)), PLACE, "default", terminal=False)
+    logs = RoundLogs(
+        tmp_path, Logs(tmp_path, redirects=ConfiguredStreams(OutputStreams.ALL)), PLACE, "default", terminal=False
+    )
     logs.prepare()
     before = tmp_path / "round_1" / "5" / "stdout.log"
     before.parent.mkdir(parents=True)
@@ -70,7 +72,9 @@ def test_after_an_older_rounds_log_follows_the_current_rounds(tmp_path: Path) ->
 
 
 def test_of_stopped_workers_only_the_log_can_be_read_and_it_has_an_end(tmp_path: Path) -> None:
-    logs = RoundLogs(tmp_path, Logs(tmp_path, redirects=StreamMap(OutputStreams.ALL)), PLACE, "default", terminal=False)
+    logs = RoundLogs(
+        tmp_path, Logs(tmp_path, redirects=ConfiguredStreams(OutputStreams.ALL)), PLACE, "default", terminal=False
+    )
     logs.prepare()
     path = tmp_path / "round_2" / "5" / "stdout.log"
     path.write_bytes(b"x" * log_reader.MAX_CHUNK_BYTES + b"the end \xe2")
@@ -106,7 +110,9 @@ def test_of_stopped_workers_only_the_log_can_be_read_and_it_has_an_end(tmp_path:
 
 
 def test_the_older_log_of_a_rank_that_is_now_on_another_node_can_be_read(tmp_path: Path) -> None:
-    logs = RoundLogs(tmp_path, Logs(tmp_path, redirects=StreamMap(OutputStreams.ALL)), PLACE, "default", terminal=False)
+    logs = RoundLogs(
+        tmp_path, Logs(tmp_path, redirects=ConfiguredStreams(OutputStreams.ALL)), PLACE, "default", terminal=False
+    )
     logs.prepare()
     before = tmp_path / "round_1" / "0" / "stdout.log"
     before.parent.mkdir(parents=True)

@@ -19,7 +19,7 @@ from ripstop.agent.query_handler import QueriedWorkers
 from ripstop.agent.usage_sampler import GpuUsageSampler, sample, sample_log_usage
 from ripstop.diagnostics.progress import Commits, WorkerProgress
 from ripstop.logs.directory import RoundLogs
-from ripstop.model.config import Logs, OutputStreams, StreamMap
+from ripstop.model.config import ConfiguredStreams, Logs, OutputStreams
 from ripstop.model.round import Address, Place
 from ripstop.model.usage import GpuSample
 from ripstop.system import linux
@@ -88,7 +88,7 @@ def test_an_exited_worker_and_another_process_with_its_pid_are_not_sampled(tmp_p
 
 def test_a_sample_has_the_log_bytes_and_progress_of_every_rank(tmp_path: Path) -> None:
     logs = RoundLogs(
-        tmp_path, Logs(tmp_path, redirects=StreamMap(OutputStreams.ALL)), place(2), "default", terminal=False
+        tmp_path, Logs(tmp_path, redirects=ConfiguredStreams(OutputStreams.ALL)), place(2), "default", terminal=False
     )
     logs.prepare()
     for stream in ("stdout.log", "stderr.log"):

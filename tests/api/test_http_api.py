@@ -15,7 +15,7 @@ import pytest
 from msgspec import to_builtins
 
 from ripstop.api import streams
-from ripstop.api.page_files import read_files
+from ripstop.api.page_files import read_page_files
 from ripstop.coordinator import metrics_collector
 from ripstop.model.events import AgentMessage, CheckpointSaved, EventRecord, FirstStep, WorkersStarted
 from ripstop.model.operator_commands import StopJob
@@ -268,7 +268,7 @@ def test_the_page_is_served_to_anyone_with_strict_headers_and_an_etag(harness: A
             async with http.get(f"http://{address}/", headers={"If-None-Match": etag}) as reply:
                 assert (reply.status, await reply.read()) == (304, b"")
             assert len(names) > 4
-            imported = [name for name in read_files() if name.endswith((".js", ".css"))]
+            imported = [name for name in read_page_files() if name.endswith((".js", ".css"))]
             for name in {*names, *(f"page/{name}" for name in imported)}:
                 async with http.get(f"http://{address}/{name}") as reply:
                     assert reply.status == 200, name

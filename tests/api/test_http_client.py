@@ -36,7 +36,7 @@ def server(reply: bytes) -> Iterator[tuple[http_client.Connect, list[bytes]]]:
 def test_a_request_has_host_token_query_and_body() -> None:
     with server(REPLY) as (connect, requests):
         request = http_client.Request("POST", "/scale", "head:29400", "t", {"a": 1, "b": None}, {"nodes": 2})
-        body = http_client.send(connect, request, timeout_s=20.0, max_bytes=2)
+        body = http_client.send_http_request(connect, request, timeout_s=20.0, max_bytes=2)
     assert body == b"{}"
     header, _, content = requests[0].partition(b"\r\n\r\n")
     lines = header.decode().split("\r\n")
@@ -48,11 +48,11 @@ def test_a_request_has_host_token_query_and_body() -> None:
 def test_an_error_reply_has_its_status_and_text() -> None:
     reply = b'HTTP/1.1 409 Conflict\r\nContent-Length: 17\r\n\r\n{"error": "busy"}'
     with server(reply) as (connect, _), pytest.raises(http_client.ErrorReply) as raised:
-        http_client.send(connect, http_client.Request("GET", "/status"), timeout_s=20.0, max_bytes=100)
+        http_client.send_http_request(connect, http_client.Request("GET", "/status"), timeout_s=20.0, max_bytes=100)
     assert (raised.value.status, raised.value.error) == (409, "busy")
 
 
 def test_a_reply_that_stays_incomplete_times_out() -> None:
     reply = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"
     with server(reply) as (connect, _), pytest.raises(TimeoutError):
-        http_client.send(connect, http_client.Request("GET", "/status"), timeout_s=0.2, max_bytes=100)
+        http_client.send_http_request(connect, http_client.Request("GET", "/status"), timeout_s=0.2, max_bytes=100)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ripstop import launch
 from ripstop.agent.machine_io import ExitAgent
-from ripstop.api.probe_server import MAX_CONNECTIONS, MAX_REQUEST_BYTES, listen_for_probes, reply, serve
+from ripstop.api.probe_server import MAX_CONNECTIONS, MAX_REQUEST_BYTES, listen_for_probes, probe_reply, serve_probes
+from ripstop.launch import run_launched_agent
 from ripstop.logs.directory import LogDirectory
 from ripstop.model.config import Logs, RunConfig, Script
 from ripstop.model.errors import UsageError
@@ -31,13 +31,15 @@ from ripstop.model.errors import UsageError
     ],
 )
 def test_a_request_gets_this_reply(request_line: str, unready: str, status: int, text: str) -> None:
-    head, _, body = reply(f"{request_line} HTTP/1.1\r\n\r\n".encode("latin-1"), lambda: unready).partition(b"\r\n\r\n")
+    head, _, body = probe_reply(f"{request_line} HTTP/1.1\r\n\r\n".encode("latin-1"), lambda: unready).partition(
+        b"\r\n\r\n"
+    )
     assert head.startswith(f"HTTP/1.1 {status} ".encode())
     assert body.decode() == f"{text}\n"
 
 
 def test_a_head_request_gets_no_body() -> None:
-    assert reply(b"HEAD /livez HTTP/1.1\r\n\r\n", str).endswith(b"\r\n\r\n")
+    assert probe_reply(b"HEAD /livez HTTP/1.1\r\n\r\n", str).endswith(b"\r\n\r\n")
 
 
 async def ask(port: int, request: bytes) -> bytes:
@@ -55,7 +57,7 @@ async def ask(port: int, request: bytes) -> bytes:
 async def serving() -> AsyncIterator[int]:
     """The port of the probes."""
     listening = listen_for_probes("--probe-port", "127.0.0.1", 0)
-    serving = asyncio.create_task(serve(listening, str))
+    serving = asyncio.create_task(serve_probes(listening, str))
     try:
         yield listening.getsockname()[1]
     finally:
@@ -155,9 +157,9 @@ def test_the_port_is_closed_when_the_agent_ends(tmp_path: Path, monkeypatch: pyt
         directory = LogDirectory(Logs(directory=tmp_path), "job")
         unused: Any = None
         unused_link: Any = object()
-        await launch.run_agent(config, directory, unused, {}, None, link=unused_link, probe_socket=listening)
+        await run_launched_agent(config, directory, unused, {}, None, link=unused_link, probe_socket=listening)
         return listening.fileno() == -1
 
-    monkeypatch.setattr(launch, "AgentDriver", BriefDriver)
+    monkeypatch.setattr("ripstop.launch.AgentDriver", BriefDriver)
     with listen_for_probes("--probe-port", "127.0.0.1", 0) as listening:
         assert asyncio.run(main()), "the port is open"

@@ -3,23 +3,23 @@
 import pytest
 
 from ripstop.api.http_api import ROUTES
-from ripstop.api.routes import InvalidRequest, Parameter, describe, parse_body, parse_parameters
+from ripstop.api.routes import InvalidRequest, RouteParameter, describe_routes, parse_route_body, parse_route_parameters
 
-COUNT = Parameter("count", int, "how many", minimum=1, maximum=9, default=3)
-NAME = Parameter("name", str, "whose", minimum=1, maximum=5, required=True)
-SIDE = Parameter("side", str, "which", choices=("left", "right"))
-LOUD = Parameter("loud", bool, "whether", default=False)
+COUNT = RouteParameter("count", int, "how many", minimum=1, maximum=9, default=3)
+NAME = RouteParameter("name", str, "whose", minimum=1, maximum=5, required=True)
+SIDE = RouteParameter("side", str, "which", choices=("left", "right"))
+LOUD = RouteParameter("loud", bool, "whether", default=False)
 
 
 def test_absent_parameters_have_their_default_and_others_their_type() -> None:
-    assert parse_parameters((COUNT, LOUD), []) == {"count": 3, "loud": False}
-    assert parse_parameters((COUNT, LOUD, SIDE), [("count", "9"), ("loud", "true"), ("side", "left")]) == {
+    assert parse_route_parameters((COUNT, LOUD), []) == {"count": 3, "loud": False}
+    assert parse_route_parameters((COUNT, LOUD, SIDE), [("count", "9"), ("loud", "true"), ("side", "left")]) == {
         "count": 9,
         "loud": True,
         "side": "left",
     }
-    assert parse_body((NAME, COUNT), b'{"name": "a"}') == {"name": "a", "count": 3}
-    assert parse_body((COUNT,), b'{"count": 2.0}') == {"count": 2}
+    assert parse_route_body((NAME, COUNT), b'{"name": "a"}') == {"name": "a", "count": 3}
+    assert parse_route_body((COUNT,), b'{"count": 2.0}') == {"count": 2}
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_absent_parameters_have_their_default_and_others_their_type() -> None:
 )
 def test_a_wrong_query_is_rejected_with_rule_value_and_remedy(texts: list[tuple[str, str]], message: str) -> None:
     with pytest.raises(InvalidRequest) as found:
-        parse_parameters((COUNT, SIDE, LOUD), texts)
+        parse_route_parameters((COUNT, SIDE, LOUD), texts)
     assert str(found.value) == message
 
 
@@ -56,12 +56,12 @@ def test_a_wrong_query_is_rejected_with_rule_value_and_remedy(texts: list[tuple[
 )
 def test_a_wrong_body_is_rejected_with_rule_value_and_remedy(body: bytes, message: str) -> None:
     with pytest.raises(InvalidRequest) as found:
-        parse_body((NAME, COUNT), body)
+        parse_route_body((NAME, COUNT), body)
     assert str(found.value).startswith(message)
 
 
 def test_the_schemas_are_those_of_the_replies() -> None:
-    schemas = describe(ROUTES)["components"]["schemas"]
+    schemas = describe_routes(ROUTES)["components"]["schemas"]
     assert schemas["JobStatus"]["required"][:3] == ["run_id", "phase", "why"]
     assert schemas["JobStatus"]["properties"]["nodes"]["items"] == {"$ref": "#/components/schemas/NodeStatus"}
     assert schemas["RankStatus"]["properties"]["pid"] == {"anyOf": [{"type": "integer"}, {"type": "null"}]}
@@ -69,7 +69,7 @@ def test_the_schemas_are_those_of_the_replies() -> None:
 
 
 def test_every_route_is_described_once() -> None:
-    found = describe(ROUTES)
+    found = describe_routes(ROUTES)
     operations = [operation for methods in found["paths"].values() for operation in methods.values()]
     assert len(operations) == len(ROUTES)
     assert len({operation["operationId"] for operation in operations}) == len(ROUTES)

@@ -7,7 +7,7 @@ import pytest
 
 from ripstop.cli import main
 from ripstop.cli.commands.run import configure_run
-from ripstop.model.config import Module, OutputStreams, RunConfig, Script, StreamMap, Timing
+from ripstop.model.config import ConfiguredStreams, Module, OutputStreams, RunConfig, Script, Timing
 
 Read = Callable[..., RunConfig]
 
@@ -47,7 +47,7 @@ def test_a_file_can_set_all_flags(read: Read) -> None:
     assert config.entry == Script("train.py", ("--lr", "0.1"))
     assert (config.slots, config.budget.max_restarts, config.budget.window) == (4, 3, 3600.0)
     assert config.timing == Timing(join=60.0, lease=1.5, shutdown=2.5)
-    assert config.logs.tee == StreamMap(OutputStreams.NONE, ((0, OutputStreams.ALL),))
+    assert config.logs.tee == ConfiguredStreams(OutputStreams.NONE, ((0, OutputStreams.ALL),))
     assert config.logs.shown == {0, 1}
     assert config.logs.stdout_filters == ("loss", "a,b")
     assert config.signals == ("SIGTERM", "SIGUSR1")

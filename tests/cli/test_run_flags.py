@@ -14,6 +14,7 @@ from ripstop.model.config import (
     Backend,
     Budget,
     Checkpoints,
+    ConfiguredStreams,
     Etcd,
     Executable,
     HealthLimits,
@@ -26,7 +27,6 @@ from ripstop.model.config import (
     RunConfig,
     Script,
     StartMethod,
-    StreamMap,
     Timing,
 )
 from ripstop.model.errors import UsageError
@@ -167,7 +167,7 @@ def test_another_python_than_ours_runs_the_script_as_a_program(read: Read) -> No
 def test_streams_are_chosen_for_all_workers_or_by_local_rank(read: Read) -> None:
     logs = read("--nproc-per-node=2 --log-dir=logs -r 3 -t1:2,0:1 train.py").logs
     assert logs.directory == Path("logs")
-    assert logs.redirects == StreamMap(OutputStreams.ALL)
+    assert logs.redirects == ConfiguredStreams(OutputStreams.ALL)
     assert [logs.tee.of(rank) for rank in (0, 1, 2)] == [OutputStreams.OUT, OutputStreams.ERR, OutputStreams.NONE]
 
 
@@ -354,7 +354,7 @@ def test_variables_stand_in_for_flags_and_flags_win(read: Read) -> None:
     assert (config.min_nodes, config.max_nodes, config.slots) == (2, 3, 4)
     assert config.endpoint == Address("node0", 99)
     assert config.budget.max_restarts == 1
-    assert config.logs.redirects == StreamMap(OutputStreams.ALL)
+    assert config.logs.redirects == ConfiguredStreams(OutputStreams.ALL)
 
 
 @pytest.mark.parametrize(("value", "is_module"), [("1", True), ("0", False), ("", False)])

@@ -47,7 +47,7 @@ from ripstop.model.events import (
 )
 from ripstop.model.events import Event as Recordable
 from ripstop.model.failure import CollectiveProgress, Failure, Hang
-from ripstop.model.operator_commands import DrainNode, RestartRound, ScaleJob, StopJob, rejection_reason
+from ripstop.model.operator_commands import DrainNode, RestartRound, ScaleJob, StopJob, operator_command_rejection
 from ripstop.model.round import Address, Node, Outcome, Place, RankBy
 from ripstop.model.status import NodeState, Phase
 from ripstop.protocol.codec import MAX_FRAME_BYTES, decode, encode
@@ -630,15 +630,15 @@ def test_a_node_is_drained_when_enough_nodes_stay() -> None:
 def test_a_node_that_the_job_needs_is_not_drained() -> None:
     job = running("a", "b", low=2)
     assert on(job, DrainNode("b", "drained"), 5.0) == []
-    assert "needs 2 nodes" in rejection_reason(DrainNode("b", ""), job.status(5.0))
-    assert "no node x" in rejection_reason(DrainNode("x", ""), job.status(5.0))
+    assert "needs 2 nodes" in operator_command_rejection(DrainNode("b", ""), job.status(5.0))
+    assert "no node x" in operator_command_rejection(DrainNode("x", ""), job.status(5.0))
 
 
 def test_only_one_of_two_nodes_can_be_drained() -> None:
     job = running("a", "b", low=1)
     on(job, DrainNode("b", "drained"), 5.0)
     receive(job, "b", Leaving("drained"), 5.1)
-    assert "without a it has 0" in rejection_reason(DrainNode("a", ""), job.status(5.1))
+    assert "without a it has 0" in operator_command_rejection(DrainNode("a", ""), job.status(5.1))
 
 
 def test_the_status_shows_the_state_of_every_node() -> None:

@@ -26,9 +26,9 @@ from ripstop.diagnostics.evidence import (
     parse_error_evidence,
     tail_evidence,
 )
-from ripstop.model.failure import Failure, exit_reason
+from ripstop.model.failure import Failure, exit_reason_of_failure
 from ripstop.model.round import Address, Place
-from ripstop.model.text_formatting import clean, truncate_bytes, truncate_middle
+from ripstop.model.text_formatting import format_clean_text, truncate_bytes, truncate_middle
 from ripstop.system.cgroup_memory import memory_cgroup_path
 
 PLACE = Place(3, 1, 2, 4, 8, 4, 4, 8, Address("localhost", 29500), 2)
@@ -105,11 +105,11 @@ def test_a_segmentation_fault_has_its_name(tmp_path: Path) -> None:
 
 
 def test_a_kill_from_outside_is_reported_as_not_sent_by_ripstop() -> None:
-    assert exit_reason(-signal.SIGKILL) == "killed by SIGKILL, which was not sent by ripstop"
+    assert exit_reason_of_failure(-signal.SIGKILL) == "killed by SIGKILL, which was not sent by ripstop"
 
 
 def test_a_signal_without_a_name_has_its_number() -> None:
-    assert exit_reason(-40).startswith("died of SIG40")
+    assert exit_reason_of_failure(-40).startswith("died of SIG40")
 
 
 @with_torch
@@ -306,7 +306,7 @@ def test_an_incomplete_traceback_is_ignored(text: str) -> None:
 
 @given(st.text())
 def test_any_text_can_be_cleaned_and_cut(text: str) -> None:
-    cleaned = clean(text)
+    cleaned = format_clean_text(text)
     assert not set(cleaned) & set("\x00\x07\x1b\r\x7f\x9b")
     assert len(truncate_bytes(cleaned, 10).encode()) <= 10
     assert len(truncate_middle(cleaned, 40).encode()) <= 40
@@ -354,7 +354,7 @@ def test_only_sigkill_is_attributed_to_memory(tmp_path: Path) -> None:
 AGENT = """
 import os, subprocess, sys
 from pathlib import Path
-from ripstop.model.text_formatting import clean, truncate_bytes, truncate_middle
+from ripstop.model.text_formatting import format_clean_text, truncate_bytes, truncate_middle
 from ripstop.model.round import Address, Place
 from ripstop.diagnostics.evidence import gather_evidence, memory_evidence
 

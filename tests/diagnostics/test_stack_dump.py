@@ -37,7 +37,7 @@ PLACE = Place(1, 0, 1, 4, 6, 2, 0, 2, Address("127.0.0.1", 1), 0)
 
 
 def is_asleep(pid: int) -> bool:
-    process = linux.read_process(pid)
+    process = linux.read_linux_process(pid)
     return process is not None and process.state == "S"
 
 

@@ -15,7 +15,7 @@ from ripstop.model.electorate import MAX_VOTERS, Electorate, first_electorate
 from ripstop.model.errors import ProtocolError
 from ripstop.model.round import Address, Node, Place
 from ripstop.protocol.messages import Assign, Canvass, Follow, Join, Office, Ready, Redirect
-from ripstop.transport.endpoint import Bound, bind, bind_first_endpoint
+from ripstop.transport.endpoint import Bound, bind_endpoint, bind_first_endpoint
 from ripstop.transport.server import Server
 from ripstop.transport.websocket_link import WebSocketLink
 from tests.coordinator_fixtures import Recorder
@@ -205,7 +205,7 @@ async def test_only_a_peer_with_the_secret_gets_a_promise_and_a_redirect_leads_t
     token: str,
 ) -> None:
     seats = [Address("127.0.0.1", free_port())]
-    bound = bind(seats[0], required=True)
+    bound = bind_endpoint(seats[0], required=True)
     assert bound is not None
     false = FalseCandidate()
     server = Server(bound.listening, false, token=token, seat=str(seats[0]))
@@ -227,7 +227,7 @@ async def test_only_a_peer_with_the_secret_gets_a_promise_and_a_redirect_leads_t
 async def test_a_peer_that_relays_the_handshake_to_another_address_is_rejected() -> None:
     """It has no secret, and listens at an address of the job whose node is away."""
     seats = [Address("127.0.0.1", free_port()) for _ in range(2)]
-    bound = bind(seats[1], required=True)
+    bound = bind_endpoint(seats[1], required=True)
     assert bound is not None
     real = Server(bound.listening, FalseCandidate(), token="s3cret", seat=str(seats[1]))
     await real.start()

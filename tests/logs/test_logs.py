@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from ripstop.logs.console import MAX_READ_BYTES, RESERVED_BYTES, Console, Prefixer, _ConsoleCopier, _ConsoleLogFile
 from ripstop.logs.directory import KeptLogDirectories, LogDirectory, RoundLogs, directory_name
-from ripstop.model.config import Logs, OutputStreams, StreamMap
+from ripstop.model.config import ConfiguredStreams, Logs, OutputStreams
 from ripstop.model.errors import StartError, UsageError
 from ripstop.model.round import Address, Place
 from ripstop.system.disk_space import reserve_disk_space
@@ -36,7 +36,7 @@ def round_logs(job: Path, logs: Logs | None = None, *, terminal: bool = False) -
 
 def test_each_worker_has_a_directory_by_round_and_rank(tmp_path: Path) -> None:
     directory = LogDirectory(Logs(directory=tmp_path), "job7")
-    logs = round_logs(directory.path, Logs(redirects=StreamMap(OutputStreams.ALL)))
+    logs = round_logs(directory.path, Logs(redirects=ConfiguredStreams(OutputStreams.ALL)))
     logs.prepare()
     assert logs.stdout(1) == tmp_path / "job7" / "round_2" / "5" / "stdout.log"
     assert logs.stderr(1) == tmp_path / "job7" / "round_2" / "5" / "stderr.log"
@@ -62,10 +62,10 @@ def test_a_worker_that_goes_on_in_place_keeps_its_files_until_it_is_replaced(tmp
 
 
 def test_redirects_and_tee_select_the_streams_with_files(tmp_path: Path) -> None:
-    logs = round_logs(tmp_path, Logs(redirects=StreamMap(OutputStreams.NONE, ((1, OutputStreams.OUT),))))
+    logs = round_logs(tmp_path, Logs(redirects=ConfiguredStreams(OutputStreams.NONE, ((1, OutputStreams.OUT),))))
     assert logs.stdout(0) is None
     assert logs.stdout(1) is not None
-    tee = round_logs(tmp_path, Logs(tee=StreamMap(OutputStreams.OUT)), terminal=True)
+    tee = round_logs(tmp_path, Logs(tee=ConfiguredStreams(OutputStreams.OUT)), terminal=True)
     assert tee.stdout(0) is not None
     assert tee.stderr(0) is None
 
@@ -248,7 +248,7 @@ def test_a_planted_link_in_place_of_an_error_file_is_renamed(tmp_path: Path) -> 
 
 
 def test_planted_links_in_place_of_copied_and_filtered_files_are_not_followed(tmp_path: Path) -> None:
-    logs = round_logs(tmp_path, Logs(tee=StreamMap(OutputStreams.ALL), stdout_filters=("x",)))
+    logs = round_logs(tmp_path, Logs(tee=ConfiguredStreams(OutputStreams.ALL), stdout_filters=("x",)))
     logs.prepare()
     (tmp_path / "round_2" / "filtered_stdout.log").symlink_to(tmp_path / "target")
     console = Console()
@@ -671,7 +671,9 @@ def test_no_space_stays_reserved_if_the_disk_is_too_small_for_all_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requested: bool
 ) -> None:
     monkeypatch.setattr("ripstop.logs.directory.reserve_disk_space", full_after_one_file())
-    logs = round_logs(tmp_path, Logs(redirects=StreamMap(OutputStreams.OUT if requested else OutputStreams.NONE)))
+    logs = round_logs(
+        tmp_path, Logs(redirects=ConfiguredStreams(OutputStreams.OUT if requested else OutputStreams.NONE))
+    )
     if requested:
         with pytest.raises(StartError, match="No space left"):
             logs.prepare()
@@ -751,13 +753,13 @@ def test_a_closed_console_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> 
 AGENT = """
 import asyncio, subprocess, sys
 from pathlib import Path
-from ripstop.model.config import Logs, StreamMap, OutputStreams
+from ripstop.model.config import Logs, ConfiguredStreams, OutputStreams
 from ripstop.model.round import Address, Place
 from ripstop.logs.console import Console
 from ripstop.logs.directory import RoundLogs
 
 place = Place(1, 0, 1, 0, 2, 2, 0, 2, Address("localhost", 1), 0)
-wanted = Logs(tee=StreamMap(OutputStreams(int(sys.argv[2]))))
+wanted = Logs(tee=ConfiguredStreams(OutputStreams(int(sys.argv[2]))))
 logs = RoundLogs(Path(sys.argv[1]), wanted, place, "default", terminal=False)
 logs.prepare()
 console = Console()

@@ -9,7 +9,7 @@ from ripstop.model.operator_commands import (
     RestartRound,
     ScaleJob,
     StopJob,
-    rejection_reason,
+    operator_command_rejection,
 )
 from ripstop.model.status import JobStatus, NodeState, NodeStatus, Phase
 
@@ -22,30 +22,34 @@ each_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: 
 
 @each_command
 def test_a_running_job_accepts_commands(command: OperatorCommand) -> None:
-    assert rejection_reason(command, RUNNING) == ""
+    assert operator_command_rejection(command, RUNNING) == ""
 
 
 @each_command
 @pytest.mark.parametrize("phase", [Phase.CLOSING, Phase.CLOSED])
 def test_a_job_that_is_ending_rejects_commands(command: OperatorCommand, phase: Phase) -> None:
-    assert rejection_reason(command, replace(RUNNING, phase=phase)).startswith(f"the job is {phase}")
+    assert operator_command_rejection(command, replace(RUNNING, phase=phase)).startswith(f"the job is {phase}")
 
 
 def test_a_job_between_rounds_rejects_only_a_restart() -> None:
     gathering = replace(RUNNING, phase=Phase.GATHERING)
-    assert [bool(rejection_reason(command, gathering)) for command in COMMANDS] == [True, False, False, False]
+    assert [bool(operator_command_rejection(command, gathering)) for command in COMMANDS] == [True, False, False, False]
 
 
 def test_a_leaving_node_does_not_count_when_another_is_drained() -> None:
     leaving = (replace(NODES[0], state=NodeState.LEAVING), *NODES[1:])
-    why = rejection_reason(DrainNode("b", "x"), replace(RUNNING, nodes=leaving))
+    why = operator_command_rejection(DrainNode("b", "x"), replace(RUNNING, nodes=leaving))
     assert why == "the job needs 2 nodes, and without b it has 1; stop the job, or add a node first"
 
 
 def test_an_unknown_node_cannot_be_drained() -> None:
-    assert rejection_reason(DrainNode("z", "x"), RUNNING) == "no node z is part of the job; `status` lists them"
+    assert (
+        operator_command_rejection(DrainNode("z", "x"), RUNNING) == "no node z is part of the job; `status` lists them"
+    )
 
 
 @pytest.mark.parametrize("nodes", [1, 5])
 def test_a_target_outside_min_and_max_nodes_is_rejected(nodes: int) -> None:
-    assert rejection_reason(ScaleJob(nodes), RUNNING).startswith(f"the job runs on 2 to 4 nodes, not on {nodes}; ")
+    assert operator_command_rejection(ScaleJob(nodes), RUNNING).startswith(
+        f"the job runs on 2 to 4 nodes, not on {nodes}; "
+    )

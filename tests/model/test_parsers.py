@@ -14,7 +14,7 @@ def test_a_pem_file_that_is_a_pipe_is_not_read() -> None:
     os.write(writing, b"a certificate")
     os.close(writing)
     try:
-        assert str(parsers.pem_file("--rdzv-conf tls_ca", f"/dev/fd/{reading}")) == f"/dev/fd/{reading}"
+        assert str(parsers.parse_pem_file("--rdzv-conf tls_ca", f"/dev/fd/{reading}")) == f"/dev/fd/{reading}"
         assert os.read(reading, 100) == b"a certificate"
     finally:
         os.close(reading)
@@ -23,4 +23,4 @@ def test_a_pem_file_that_is_a_pipe_is_not_read() -> None:
 @pytest.mark.parametrize("path", ["/no/such/file", "/", "/dev/zero"])
 def test_a_pem_file_that_cannot_be_read_is_rejected(path: str) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
-        parsers.pem_file("--rdzv-conf tls_ca", path)
+        parsers.parse_pem_file("--rdzv-conf tls_ca", path)

@@ -28,7 +28,7 @@ from ripstop.model.events import AgentMessage, CheckpointSaved, Event, EventReco
 from ripstop.model.round import Address, Node, Place
 from ripstop.model.usage import GpuSample, NodeSample, RankSample, StepSample
 from ripstop.protocol.messages import Assign, Events, FromCoordinator, Join, Query, Ready, Reply
-from ripstop.transport.endpoint import bind
+from ripstop.transport.endpoint import bind_endpoint
 from ripstop.transport.server import Server
 
 TOKEN = "simulated"
@@ -119,7 +119,7 @@ def simulated(nodes: int, slots: int, events: int = 0) -> Iterator[str]:
 async def run(nodes: int, slots: int, events: int) -> None:
     settings = JobSettings(RUN_ID, nodes, nodes, Timing(lease=LEASE_S), Budget(3))
     coordinator = Coordinator(settings)
-    bound = bind(Address("127.0.0.1", 0), required=True)
+    bound = bind_endpoint(Address("127.0.0.1", 0), required=True)
     assert bound is not None
     server = Server(bound.listening, coordinator, token=TOKEN)
     await server.start()

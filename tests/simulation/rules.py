@@ -16,7 +16,7 @@ from ripstop.model.operator_commands import (
     RestartRound,
     ScaleJob,
     StopJob,
-    rejection_reason,
+    operator_command_rejection,
 )
 from ripstop.model.round import Address, Place, RankBy
 from ripstop.model.status import Phase
@@ -132,7 +132,7 @@ class Rules:
     def _before_operator_command(self, job: Job, command: OperatorCommand) -> Check:
         """An allowed command takes effect, a rejected one changes nothing, and none is charged."""
         used, round, phase, target = job.restarts.used, job.round, job.phase, job.formation.target
-        allowed = not rejection_reason(command, job.status(self.world.now)) and self._is_on_time(job)
+        allowed = not operator_command_rejection(command, job.status(self.world.now)) and self._is_on_time(job)
 
         def check(commands: list[job_types.JobCommand]) -> None:
             require(job.restarts.used == used, f"an operator's command was charged: {command}")

@@ -14,7 +14,7 @@ from ripstop.election import search as search_module
 from ripstop.election.candidate import Announce, Candidate
 from ripstop.election.search import Search
 from ripstop.election.voter import Reply, Voter
-from ripstop.model.electorate import Electorate, count
+from ripstop.model.electorate import Electorate, count_in_electorate
 from ripstop.protocol.messages import Canvass, Follow, Office, Promise, Renew, Renewed
 from tests.simulation import succession_job_world, succession_world
 from tests.simulation.adversary_world import AdversaryWorld
@@ -214,7 +214,7 @@ def a_restarted_agent_counts_as_the_old_one(patch: pytest.MonkeyPatch) -> None:
 def half_of_the_voters_is_a_majority(patch: pytest.MonkeyPatch) -> None:
     def has_majority(electorate: Electorate, present: Any) -> bool:
         both = filter(None, (electorate.voters, electorate.outgoing))
-        return all(2 * count(voters, present) >= len(voters) for voters in both)
+        return all(2 * count_in_electorate(voters, present) >= len(voters) for voters in both)
 
     patch.setattr(Electorate, "has_majority", has_majority)
 
@@ -223,7 +223,7 @@ def the_outgoing_voters_are_not_asked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         Electorate,
         "has_majority",
-        lambda electorate, present: 2 * count(electorate.voters, present) > len(electorate.voters),
+        lambda electorate, present: 2 * count_in_electorate(electorate.voters, present) > len(electorate.voters),
     )
 
 

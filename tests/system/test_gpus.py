@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ripstop.system.gpus import NoNvml, NvmlError, free_memory, load_nvml, open_nvml
+from ripstop.system.gpus import NoNvml, NvmlError, free_gpu_memory, load_nvml, open_nvml
 
 
 class _Error(Exception):
@@ -59,12 +59,12 @@ def test_the_free_memory_is_that_of_the_visible_gpu(monkeypatch: pytest.MonkeyPa
     bindings.nvmlDeviceGetUUID = "GPU-{}".format
     bindings.nvmlDeviceGetMaxMigDeviceCount = lambda handle: 0
     bindings.nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(free=1000 + handle)
-    assert [free_memory(None, index) for index in range(4)] == [1000, 1001, 1002, None]
-    assert free_memory("2,0", 0) == 1002
-    assert free_memory("GPU-1", 0) == 1001
+    assert [free_gpu_memory(None, index) for index in range(4)] == [1000, 1001, 1002, None]
+    assert free_gpu_memory("2,0", 0) == 1002
+    assert free_gpu_memory("GPU-1", 0) == 1001
     assert bindings.closed == 6
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert free_memory(None, 0) is None
+    assert free_gpu_memory(None, 0) is None
 
 
 def test_nvml_is_closed_after_an_error_too(bindings: Any) -> None:

@@ -25,10 +25,10 @@ def test_a_process_that_was_a_subreaper_before_stays_one() -> None:
 
 def test_a_session_has_processes_until_its_last_one_is_reaped() -> None:
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as leader:
-        assert linux.has_processes({leader.pid})
+        assert linux.has_linux_processes({leader.pid})
         leader.kill()
-    assert not linux.has_processes({leader.pid})
-    assert linux.has_processes({os.getsid(0)})
+    assert not linux.has_linux_processes({leader.pid})
+    assert linux.has_linux_processes({os.getsid(0)})
 
 
 def test_a_child_whose_parent_died_before_the_parent_death_signal_was_set_does_not_start(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from ripstop.model.config import Binding, Numa, Script, StartMethod
 from ripstop.model.errors import UsageError
-from ripstop.model.text_formatting import cpu_ranges
+from ripstop.model.text_formatting import format_cpu_ranges
 from ripstop.system.gpus import GpuDevice, visible_to_cuda
-from ripstop.system.linux import memory_policy_syscall
+from ripstop.system.linux import linux_memory_policy_syscall
 from ripstop.system.numa_binding import Cpu, Topology, bindings
 from ripstop.system.numa_topology import gpu_numa_nodes, parse_cpu_ranges, read_topology
 from ripstop.workers.group import Exit, Group
@@ -48,7 +48,7 @@ def machine(
 
 def bound(mode: Numa, topology: Topology, gpu_nodes: list[int], slots: int | None = None) -> list[str]:
     found = bindings(NAME, mode, topology, gpu_nodes, len(gpu_nodes) if slots is None else slots)
-    return [cpu_ranges(binding.cpus) for binding in found]
+    return [format_cpu_ranges(binding.cpus) for binding in found]
 
 
 # simulated machines -------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_an_impossible_binding_is_a_usage_error(
 
 @given(st.frozensets(st.integers(0, 300)))
 def test_ranges_are_parsed_and_formatted_as_the_kernel_does(numbers: frozenset[int]) -> None:
-    assert numbers == (parse_cpu_ranges(cpu_ranges(numbers)) if numbers else frozenset())
+    assert numbers == (parse_cpu_ranges(format_cpu_ranges(numbers)) if numbers else frozenset())
 
 
 # reading a machine --------------------------------------------------------------------------------------------------
@@ -346,7 +346,7 @@ def test_a_worker_its_threads_and_its_memory_are_bound(stage: Stage, start: Star
     assert (end.exitcode, err) == (0, "")
     cpus, threads_cpus, policy, nodes = json.loads(out)
     assert cpus == threads_cpus == [last.number]
-    if memory is not None and memory_policy_syscall() is not None and policy != -1:
+    if memory is not None and linux_memory_policy_syscall() is not None and policy != -1:
         assert (policy, nodes) == (1, 1 << memory)
 
 

@@ -8,7 +8,7 @@ from aiohttp import WSMessage
 
 from ripstop.protocol.codec import decode
 from ripstop.protocol.messages import FROM_AGENT, Events, Reply
-from ripstop.transport.websocket import MAX_BACKLOG_BYTES, MAX_REPLY_BACKLOG_BYTES, Outbox
+from ripstop.transport.websocket import MAX_BACKLOG_BYTES, MAX_REPLY_BACKLOG_BYTES, WebSocketOutbox
 
 
 class Peer:
@@ -37,7 +37,7 @@ def backlog(messages: list[Any]) -> tuple[list[Any], bool]:
         written: list[Any] = []
         cut = asyncio.Event()
 
-        outbox = Outbox(Peer(lambda text: written.append(decode(text, FROM_AGENT))), cut.set)
+        outbox = WebSocketOutbox(Peer(lambda text: written.append(decode(text, FROM_AGENT))), cut.set)
         for message in messages:
             outbox.put(message)
         outbox.finish()
@@ -67,7 +67,7 @@ def test_replies_are_queued_again_after_some_were_written() -> None:
             written.append(text)
             has_written.set()
 
-        outbox = Outbox(Peer(write), lambda: None)
+        outbox = WebSocketOutbox(Peer(write), lambda: None)
         running = asyncio.create_task(outbox.run())
         for number in range(8):
             outbox.put(Reply(number, body="x" * 200_000))

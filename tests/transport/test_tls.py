@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ripstop.cli.commands.coordinator import configure_coordinator
 from ripstop.cli.commands.run import configure_run
-from ripstop.launch import bind_endpoint
+from ripstop.launch import bind_launch_endpoint
 from ripstop.model.config import Tls
 from ripstop.model.errors import UsageError
 from ripstop.model.round import Address, Outcome
@@ -283,7 +283,7 @@ def test_a_host_whose_certificate_is_for_another_name_does_not_start(authority: 
     endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     config = configure_run([conf(tls), "--nnodes=2", "--rdzv-backend=c10d", endpoint, "--no-python", "true"], {})
     with pytest.raises(UsageError, match=r"is not for 127\.0\.0\.1; add it as subjectAltName"):
-        bind_endpoint(config)
+        bind_launch_endpoint(config)
     check_coordinator_certificate(tls, "elsewhere")
 
 

@@ -19,7 +19,7 @@ from ripstop.model.config import Etcd
 from ripstop.model.round import Address, Outcome
 from ripstop.protocol.messages import Assign, Closed, Left, Status, Succeeded
 from ripstop.transport import agent_authentication, websocket, websocket_link
-from ripstop.transport.websocket_link import WebSocketLink, _Heartbeats
+from ripstop.transport.websocket_link import WebSocketLink, _WebSocketLinkHeartbeats
 from tests.e2e.harness import free_port
 
 DEADLINE = 120.0
@@ -332,14 +332,14 @@ COORDINATOR = """
 import asyncio, sys
 from ripstop.model.config import Timing
 from ripstop.coordinator.driver import Coordinator
-from ripstop.transport.endpoint import bind
+from ripstop.transport.endpoint import bind_endpoint
 from ripstop.coordinator.job_types import JobSettings
 from ripstop.transport.server import Server
 from ripstop.model.round import Address
 
 async def main():
     coordinator = Coordinator(JobSettings("job", 1, 1, Timing(lease=0.6)))
-    bound = bind(Address("127.0.0.1", 0), required=True)
+    bound = bind_endpoint(Address("127.0.0.1", 0), required=True)
     server = Server(bound.listening, coordinator, token="s3cret")
     await server.start()
     print(bound.address.port, flush=True)
@@ -416,7 +416,7 @@ def heartbeats_that_ask(late: float, count: int) -> list[int]:
         loop = asyncio.get_running_loop()
         real, now, asked = loop.time, 0.0, list[bool]()
         loop.time = lambda: now  # type: ignore[method-assign]
-        heartbeats = _Heartbeats(13.5, 1.5, 9.0, send=asked.append, on_expired=lambda: None)
+        heartbeats = _WebSocketLinkHeartbeats(13.5, 1.5, 9.0, send=asked.append, on_expired=lambda: None)
         try:
             for _ in range(count):
                 now += 1.5 + late
@@ -448,7 +448,7 @@ def test_an_agent_of_a_large_job_asks_for_an_answer_after_it_was_suspended() -> 
     async def scenario() -> None:
         loop, asked = asyncio.get_running_loop(), asyncio.Event()
         real = loop.time
-        heartbeats = _Heartbeats(
+        heartbeats = _WebSocketLinkHeartbeats(
             DEADLINE,
             10 * DEADLINE,
             60 * DEADLINE,
@@ -483,7 +483,9 @@ def test_a_suspended_agent_asks_once_more_and_does_not_wait_for_another_lease(la
     async def scenario() -> None:
         loop, sent, expired = asyncio.get_running_loop(), [], asyncio.Event()
         real = loop.time
-        heartbeats = _Heartbeats(DEADLINE, 0.05, 0.0, send=lambda _: sent.append(loop.time()), on_expired=expired.set)
+        heartbeats = _WebSocketLinkHeartbeats(
+            DEADLINE, 0.05, 0.0, send=lambda _: sent.append(loop.time()), on_expired=expired.set
+        )
         loop.time = lambda: real() + (1 + late) * DEADLINE  # type: ignore[method-assign]
         try:
             async with asyncio.timeout(DEADLINE / 2):

@@ -293,7 +293,7 @@ def test_a_standby_that_does_not_answer_is_killed_before_its_worker_is_forked(po
             (waiting,) = pool.pids()
             os.kill(waiting, signal.SIGSTOP)
             (pid,) = await pool.run()
-            assert pid != waiting and linux.read_process(waiting) is None
+            assert pid != waiting and linux.read_linux_process(waiting) is None
             assert pool.output(0) == f"hello 10 {pid}\n"
 
     asyncio.run(scenario())
@@ -508,7 +508,7 @@ def test_auto_makes_no_standby_where_little_gpu_memory_is_free(pools, monkeypatc
         asked.append((visible, index))
         return free
 
-    monkeypatch.setattr(standby, "free_memory", read)
+    monkeypatch.setattr(standby, "free_gpu_memory", read)
 
     async def scenario() -> None:
         async with pools.open() as pool:

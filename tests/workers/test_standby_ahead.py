@@ -261,7 +261,7 @@ def test_a_script_that_does_not_reach_its_function_costs_the_standby_and_another
             assert await pool.run() == waiting and pool.standbys.taken_run_ahead == 0
             assert pool.output(0) == "worker\n"
             await until_true(
-                lambda: not [p for p in linux.processes() if p.name == "sleep" and p.parent == os.getpid()]
+                lambda: not [p for p in linux.linux_processes() if p.name == "sleep" and p.parent == os.getpid()]
             )
             if kind == "raises":
                 assert "ValueError: no data" in log(pool)
@@ -298,7 +298,7 @@ def test_a_script_that_never_gets_there_is_ended_with_its_children(stage, monkey
             why = await pool.fail()
             assert why == f"the script called no function with @train.elastic within 1 s; {BEFORE_SCRIPT}"
             await pool.wait_for(events.StandbysReady)
-            await until_true(lambda: not (marker.exists() and linux.read_process(int(marker.read_text()))))
+            await until_true(lambda: not (marker.exists() and linux.read_linux_process(int(marker.read_text()))))
 
     asyncio.run(scenario())
 
@@ -342,7 +342,7 @@ def test_a_log_that_cannot_be_made_costs_the_standby(stage, monkeypatch):
 
 def test_with_auto_it_must_leave_gpu_memory_for_the_worker(stage, monkeypatch):
     free = iter([3 << 30, 1 << 30, 3 << 30])
-    monkeypatch.setattr(standby, "free_memory", lambda visible, index: next(free))
+    monkeypatch.setattr(standby, "free_gpu_memory", lambda visible, index: next(free))
 
     async def scenario() -> None:
         async with opened(stage, TELLS) as pool:
@@ -382,12 +382,12 @@ def test_an_orphan_of_a_standby_lives_when_workers_stop_and_ends_with_its_worker
             await pool.make()
             (waiting,) = pool.pids()
             orphan = int(marker.read_text())
-            assert linux.read_process(orphan).parent == os.getpid()
+            assert linux.read_linux_process(orphan).parent == os.getpid()
             other = ProcessSpec(pool.env, Executable(("true",)))
             assert await pool.run(other) != [waiting]
-            assert linux.read_process(orphan) is not None
+            assert linux.read_linux_process(orphan) is not None
             assert await pool.run() == [waiting]
-            assert linux.read_process(orphan) is None
+            assert linux.read_linux_process(orphan) is None
 
     asyncio.run(scenario())
 
@@ -401,7 +401,7 @@ def test_stop_ends_it_with_its_children(stage, tmp_path):
             await begin(pool, marker)
             await until_true(marker.read_text)
             await pool.standbys.stop()
-            assert pool.pids() == [] and linux.read_process(int(marker.read_text())) is None
+            assert pool.pids() == [] and linux.read_linux_process(int(marker.read_text())) is None
 
     asyncio.run(scenario())
 

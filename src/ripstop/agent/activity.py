@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from ripstop.agent.machine_state import WorkersState
-from ripstop.model.text_formatting import elapsed
+from ripstop.model.text_formatting import format_elapsed
 
 if TYPE_CHECKING:
     from ripstop.agent.machine import Agent
@@ -67,7 +67,7 @@ def node_activity(agent: "Agent") -> Activity:
 def describe_activity(activity: Activity, seconds: float) -> str:
     """The line of an activity that began `seconds` ago; empty if there is nothing to say."""
     kind, detail = activity.kind, activity.detail
-    time = elapsed(seconds) + (f" of {elapsed(activity.limit)}" if activity.limit is not None else "")
+    time = format_elapsed(seconds) + (f" of {format_elapsed(activity.limit)}" if activity.limit is not None else "")
     match kind:
         case ActivityKind.TRAINING:
             return f"round {activity.round}, {time}: {detail}" if detail else ""  # the script reports no steps

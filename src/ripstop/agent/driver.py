@@ -58,7 +58,7 @@ from ripstop.model.events import AgentEnded, AgentMessage, AgentStarted, Sink, W
 from ripstop.model.fault_injection import INJECT_QUERY, Injection
 from ripstop.model.job_memory import Memory
 from ripstop.model.round import Node
-from ripstop.model.text_formatting import ascii_json
+from ripstop.model.text_formatting import format_ascii_json
 from ripstop.protocol.messages import FromCoordinator, Left, Query, Rejected, Remember, Replicate, Reply
 from ripstop.telemetry.run_settings import changed_run_settings, program_setting_text, torch_version_setting
 from ripstop.transport.link import Link
@@ -226,7 +226,7 @@ class AgentDriver:
         elif self._faults is not None:
             self._link.send(self._faults.answer(query))
         else:
-            self._link.send(Reply(query.number, ascii_json(Injection(refused=True))))
+            self._link.send(Reply(query.number, format_ascii_json(Injection(refused=True))))
 
     async def _warm_up(self) -> None:
         ready = await self._spawner.wait_ready()

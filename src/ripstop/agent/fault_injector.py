@@ -27,7 +27,7 @@ from ripstop.agent.query_handler import QueriedWorkers
 from ripstop.model.errors import QueryFailed
 from ripstop.model.events import FaultEnded, FaultInjected
 from ripstop.model.fault_injection import EXIT_SIGNAL, Fault, FaultKind, Injection
-from ripstop.model.text_formatting import ascii_json, format_bytes
+from ripstop.model.text_formatting import format_ascii_json, format_bytes
 from ripstop.protocol.messages import Query, Reply
 from ripstop.system import linux
 from ripstop.system.blocking_calls import run_in_daemon_thread, start_daemon_thread
@@ -77,8 +77,8 @@ class FaultInjector:
         """Inject the fault that the query names; without one, reply that this agent may."""
         try:
             if query.argument in ("", "{}"):
-                return Reply(query.number, ascii_json(Injection()))
-            return Reply(query.number, ascii_json(self._inject(msgspec.json.decode(query.argument, type=Fault))))
+                return Reply(query.number, format_ascii_json(Injection()))
+            return Reply(query.number, format_ascii_json(self._inject(msgspec.json.decode(query.argument, type=Fault))))
         except msgspec.MsgspecError as error:
             return Reply(query.number, error=f"the fault cannot be read: {error}")
         except QueryFailed as why:

@@ -17,7 +17,7 @@ from ripstop.agent.query_handler import QueriedWorkers
 from ripstop.model.usage import GpuSample, NodeSample, RankSample, StandbySample
 from ripstop.system import linux
 from ripstop.system.blocking_calls import ExclusiveCall
-from ripstop.system.gpus import NoNvml, load_nvml, read_usage
+from ripstop.system.gpus import NoNvml, load_nvml, read_gpu_usage
 
 GPU_TIMEOUT_S = 0.4  # for all GPUs; a first read that takes longer is part of the next sample
 
@@ -37,7 +37,7 @@ class GpuUsageSampler:
 
     def _read_nvml(self) -> tuple[GpuSample, ...]:
         self._nvml = self._nvml or load_nvml()
-        return read_usage(self._nvml)
+        return read_gpu_usage(self._nvml)
 
     def _read_or_nothing(self) -> tuple[GpuSample, ...]:
         try:
@@ -54,8 +54,10 @@ def sample(
 ) -> NodeSample:
     """A sample of this node.  Call it in a thread: with many processes it takes a while."""
     number, ranks = (workers.place.round, _sample_usage_of_ranks(workers)) if workers else (0, ())
-    own = time.process_time(), linux.own_memory()
-    return NodeSample(time.time(), number, *own, tuple(ranks), gpus, standbys, linux.system_load(), linux.stolen_time())
+    own = time.process_time(), linux.own_linux_memory()
+    return NodeSample(
+        time.time(), number, *own, tuple(ranks), gpus, standbys, linux.linux_system_load(), linux.linux_stolen_time()
+    )
 
 
 def _sample_usage_of_ranks(workers: QueriedWorkers) -> Iterator[RankSample]:

@@ -15,7 +15,13 @@ from aiohttp import web
 from msgspec import Struct, ValidationError, convert, to_builtins
 
 from ripstop.api import routes
-from ripstop.api.job_interface import JobInterface, NodeQueries, RequestRefused, ask_all, node_of_rank
+from ripstop.api.job_interface import (
+    JobInterface,
+    JobInterfaceQueries,
+    RequestRefused,
+    job_interface_node_of_rank,
+    query_job_interface_nodes,
+)
 from ripstop.api.page_files import PageFiles
 from ripstop.api.replies import (
     Description,
@@ -31,9 +37,8 @@ from ripstop.api.replies import (
     Stacks,
     Usage,
 )
-from ripstop.api.routes import MAX_TAIL_LINES, PREFIX, ApiRoute, InvalidRequest, Parameter
+from ripstop.api.routes import MAX_TAIL_LINES, PREFIX, ApiRoute, InvalidRequest, RouteParameter
 from ripstop.api.streams import LOG_WAIT_S, LogChunk, OpenStreams, StreamKind
-from ripstop.model import fault_injection, operator_commands
 from ripstop.model.errors import QueryFailed
 from ripstop.model.event_json import to_dict
 from ripstop.model.events import OperatorAction
@@ -45,8 +50,17 @@ from ripstop.model.fault_injection import (
     Fault,
     FaultKind,
     Injection,
+    describe_fault_injection,
 )
-from ripstop.model.operator_commands import DrainNode, OperatorCommand, RestartRound, ScaleJob, StopJob
+from ripstop.model.operator_commands import (
+    DrainNode,
+    OperatorCommand,
+    RestartRound,
+    ScaleJob,
+    StopJob,
+    describe_operator_command,
+    operator_command_rejection,
+)
 from ripstop.model.status import JobStatus, NodeStatus
 
 MAX_BODY = 16 * 1024  # bytes of a request
@@ -81,7 +95,7 @@ class Api:
         self._find_job = find_job
         self._authorize = authorize
         self._authorize_reader = authorize_reader  # None: `authorize`
-        self._queries = NodeQueries()
+        self._queries = JobInterfaceQueries()
         self._streams = OpenStreams()
 
     def mount(self, app: web.Application) -> None:
@@ -102,17 +116,17 @@ class Api:
             try:
                 user = self._authorize(request)
             except RequestRefused as refused:
-                return http_error_response(refused, close=True)
+                return http_api_error_response(refused, close=True)
             try:
-                reply = await route.handler(self, await _parse(request, route, user))
-                return reply if isinstance(reply, web.StreamResponse) else _json(reply)
+                reply = await route.handler(self, await _parse_http_api_call(request, route, user))
+                return reply if isinstance(reply, web.StreamResponse) else _http_api_json_response(reply)
             except RequestRefused as refused:
-                return http_error_response(refused)
+                return http_api_error_response(refused)
             except InvalidRequest as error:
-                return http_error_response(RequestRefused(400, str(error)))
+                return http_api_error_response(RequestRefused(400, str(error)))
             except web.HTTPRequestEntityTooLarge:
                 too_large = RequestRefused(413, f"the body is larger than {MAX_BODY} bytes; send less")
-                return http_error_response(too_large, close=True)
+                return http_api_error_response(too_large, close=True)
 
         return handle
 
@@ -121,9 +135,9 @@ class Api:
             try:
                 self._authorize(request)
             except RequestRefused as refused:
-                return http_error_response(refused, close=True)
+                return http_api_error_response(refused, close=True)
             problem = f"{request.method}: wrong method" if status == 405 else f"{request.path[:80]}: no such path"
-            response = http_error_response(RequestRefused(status, f"{problem}; {remedy}"), close=True)
+            response = http_api_error_response(RequestRefused(status, f"{problem}; {remedy}"), close=True)
             if allowed:
                 response.headers["Allow"] = ", ".join(allowed)
             return response
@@ -140,7 +154,7 @@ class Api:
             response.force_close()
             return response
         except RequestRefused as refused:
-            return http_error_response(refused, close=True)
+            return http_api_error_response(refused, close=True)
 
     async def _end_streams(self, _: web.Application) -> None:
         self._streams.end()
@@ -156,7 +170,7 @@ class Api:
 
     async def description(self, call: ApiCall) -> Description:
         """This description."""
-        return routes.describe(ROUTES)
+        return routes.describe_routes(ROUTES)
 
     async def status(self, call: ApiCall) -> JobStatus:
         """The state of the job."""
@@ -196,7 +210,7 @@ class Api:
     async def stacks(self, call: ApiCall) -> dict[str, Any]:
         """The stacks of workers; with --hang-timeout, also the collectives they are in."""
         job, rank = self.job, call.parameters["rank"]
-        nodes = job.status().nodes_in_round if rank is None else [node_of_rank(job.status(), rank)]
+        nodes = job.status().nodes_in_round if rank is None else [job_interface_node_of_rank(job.status(), rank)]
         argument = {} if rank is None else {"rank": rank}
         stacks, unanswered = [], []
         for node, reply in await self._ask_all(job, nodes, "stacks", argument):
@@ -217,7 +231,7 @@ class Api:
             return self._queries.ask(job, node, query, argument, QUERY_TIMEOUT_S)
 
         # a query may wait for others first, and then for its reply
-        replies = await ask_all([node.name for node in nodes], ask_one, 2 * QUERY_TIMEOUT_S)
+        replies = await query_job_interface_nodes([node.name for node in nodes], ask_one, 2 * QUERY_TIMEOUT_S)
         return [(node, replies[node.name]) for node in nodes]
 
     # events -----------------------------------------------------------------------------------------------------------
@@ -248,7 +262,7 @@ class Api:
             start["offset"] = parameters["offset"]
         if parameters["follow"]:
             start["reader"] = secrets.token_hex(8)
-        node = node_of_rank(job.status(), parameters["rank"]).name
+        node = job_interface_node_of_rank(job.status(), parameters["rank"]).name
         try:
             first = await self._queries.ask(job, node, "log", start, QUERY_TIMEOUT_S)
             if not parameters["follow"]:
@@ -266,14 +280,14 @@ class Api:
         async def next_chunk(chunk: LogChunk, wait_s: float) -> LogChunk:
             nonlocal node
             if chunk["end"]:
-                node = node_of_rank(job.status(), start["rank"]).name
-            argument = _next_log_query(start, chunk) | {"reader": start["reader"], "wait": wait_s}
+                node = job_interface_node_of_rank(job.status(), start["rank"]).name
+            argument = _next_http_api_log_query(start, chunk) | {"reader": start["reader"], "wait": wait_s}
             try:
                 if wait_s:
                     return await self._queries.ask_at_once(job, node, "log", argument, 2 * LOG_WAIT_S)
                 return await self._queries.ask(job, node, "log", argument, QUERY_TIMEOUT_S)
             except QueryFailed:
-                node = node_of_rank(job.status(), start["rank"]).name
+                node = job_interface_node_of_rank(job.status(), start["rank"]).name
                 raise
 
         return next_chunk
@@ -282,7 +296,7 @@ class Api:
         """Read from the first chunk to the log's size at that time, at most `MAX_LOG_BYTES`."""
         texts, offset, end = [chunk["text"]], chunk["offset"], min(chunk["size"], chunk["offset"] + MAX_LOG_BYTES)
         while chunk["next"] < end and chunk["text"]:
-            chunk = await self._queries.ask(job, node, "log", _next_log_query(start, chunk), QUERY_TIMEOUT_S)
+            chunk = await self._queries.ask(job, node, "log", _next_http_api_log_query(start, chunk), QUERY_TIMEOUT_S)
             texts.append(chunk["text"])
         return LogText(start["rank"], node, start["stream"], chunk["round"], offset, chunk["next"], text="".join(texts))
 
@@ -317,7 +331,7 @@ class Api:
         nodes = job.status().nodes_in_round
         for node, reply in await self._ask_all(job, nodes, INJECT_QUERY, {}):
             if isinstance(reply, dict) and reply.get("refused"):
-                raise _chaos_not_allowed(f"node {node.name} was")
+                raise _http_api_chaos_refusal(f"node {node.name} was")
         return Done(f"faults can be injected into {len(nodes)} nodes")
 
     async def inject_fault(self, call: ApiCall) -> FaultReply:
@@ -331,7 +345,7 @@ class Api:
             percent=given["percent"],
             bytes=given["bytes"],
         )
-        what = fault_injection.describe(fault.kind, given["node"] or "", fault.rank)
+        what = describe_fault_injection(fault.kind, given["node"] or "", fault.rank)
         try:
             node, injection = await self._inject(job, fault, given["node"])
         except RequestRefused as refused:
@@ -341,27 +355,27 @@ class Api:
         return FaultReply(fault.id, node, injection.round, injection.skipped)
 
     async def _inject(self, job: JobInterface, fault: Fault, given_node: str | None) -> tuple[str, Injection]:
-        node = _fault_target(job.status(), fault, given_node)
+        node = _http_api_fault_node(job.status(), fault, given_node)
         try:
             reply = await self._queries.ask(job, node, INJECT_QUERY, to_builtins(fault), QUERY_TIMEOUT_S)
             injection = convert(reply, Injection)
         except (QueryFailed, ValidationError, ValueError) as error:
             raise RequestRefused(409, str(error)) from error
         if injection.refused:
-            raise _chaos_not_allowed(f"node {node} was")
+            raise _http_api_chaos_refusal(f"node {node} was")
         return node, injection
 
     def _chaos_job(self) -> JobInterface:
         if not self.job.allows_chaos:
-            raise _chaos_not_allowed("the coordinator was")
+            raise _http_api_chaos_refusal("the coordinator was")
         return self.job
 
     def _apply(self, call: ApiCall, command: OperatorCommand) -> JobStatus:
         """Pass a command to the job, or reject it (rule 2).  Returns the job's status before the command."""
         job, status = self.job, self.job.status()
-        why_not = operator_commands.rejection_reason(command, status)
+        why_not = operator_command_rejection(command, status)
         decision = f"refused: {why_not}" if why_not else "accepted"
-        job.record(OperatorAction(operator_commands.describe(command), call.user, decision))
+        job.record(OperatorAction(describe_operator_command(command), call.user, decision))
         if why_not:
             is_unknown_node = isinstance(command, DrainNode) and not status.has_node(command.node)
             raise RequestRefused(404 if is_unknown_node else 409, why_not)
@@ -372,8 +386,8 @@ class Api:
 # requests and replies -------------------------------------------------------------------------------------------------
 
 
-def http_error_response(refused: RequestRefused, *, close: bool = False) -> web.Response:
-    response = _json(Error(str(refused)), status=refused.status)
+def http_api_error_response(refused: RequestRefused, *, close: bool = False) -> web.Response:
+    response = _http_api_json_response(Error(str(refused)), status=refused.status)
     if refused.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     if close:
@@ -381,30 +395,30 @@ def http_error_response(refused: RequestRefused, *, close: bool = False) -> web.
     return response
 
 
-async def _parse(request: web.Request, route: ApiRoute, user: str) -> ApiCall:
-    parameters = routes.parse_parameters(route.path_parameters, request.match_info.items())
-    parameters |= routes.parse_parameters(route.query, request.query.items())
+async def _parse_http_api_call(request: web.Request, route: ApiRoute, user: str) -> ApiCall:
+    parameters = routes.parse_route_parameters(route.path_parameters, request.match_info.items())
+    parameters |= routes.parse_route_parameters(route.query, request.query.items())
     if route.method == "POST":
         if request.content_type != "application/json":
             raise RequestRefused(
                 415, f"the content type must be application/json, received {request.content_type[:80]}; send JSON"
             )
-        parameters |= routes.parse_body(route.body, await request.read())
+        parameters |= routes.parse_route_body(route.body, await request.read())
     return ApiCall(request, user, parameters)
 
 
-def _chaos_not_allowed(who: str) -> RequestRefused:
+def _http_api_chaos_refusal(who: str) -> RequestRefused:
     return RequestRefused(
         403, f"faults are injected only with --allow-chaos, and {who} started without it; add it on every node"
     )
 
 
-def _fault_target(status: JobStatus, fault: Fault, node: str | None) -> str:
+def _http_api_fault_node(status: JobStatus, fault: Fault, node: str | None) -> str:
     """The node that injects the fault."""
     if fault.kind.has_rank:
         if fault.rank < 0 or node is not None:
             raise InvalidRequest(f"{fault.kind} is a fault of a worker; give its rank, and no node")
-        return node_of_rank(status, fault.rank).name
+        return job_interface_node_of_rank(status, fault.rank).name
     if node is None or fault.rank >= 0:
         raise InvalidRequest(f"{fault.kind} is a fault of a node; give the node, and no rank")
     if not status.has_node(node):
@@ -412,36 +426,36 @@ def _fault_target(status: JobStatus, fault: Fault, node: str | None) -> str:
     return node
 
 
-def _json(content: object, status: int = 200) -> web.Response:
+def _http_api_json_response(content: object, status: int = 200) -> web.Response:
     return web.json_response(to_builtins(content), status=status, headers={"Cache-Control": "no-store"})
 
 
-def _next_log_query(start: dict[str, Any], chunk: LogChunk) -> dict[str, Any]:
+def _next_http_api_log_query(start: dict[str, Any], chunk: LogChunk) -> dict[str, Any]:
     """The argument of the query for the chunk after this one."""
     return {"rank": start["rank"], "stream": start["stream"], "round": chunk["round"], "offset": chunk["next"]}
 
 
 # the table ------------------------------------------------------------------------------------------------------------
 
-SINCE = Parameter("since", int, "only events after this number", default=0)
-LIMIT = Parameter("limit", int, "the maximum number of events", minimum=1, maximum=MAX_EVENTS, default=MAX_EVENTS)
-LOG_RANK = Parameter("rank", int, "the worker's rank")
-STREAM = Parameter("stream", str, "the output stream", choices=("stdout", "stderr"), default="stderr")
-TAIL = Parameter("tail", int, "the number of last lines (100)", maximum=MAX_TAIL_LINES)
-OFFSET = Parameter("offset", int, "the first byte, instead of tail")
-FOLLOW = Parameter("follow", bool, "continue with new output", default=False)
-STACKS_RANK = Parameter("rank", int, "only this worker")
-NODE = Parameter("node", str, "its name, as in status", minimum=1, maximum=256, required=True)
-NODES = Parameter("nodes", int, "the number of nodes", minimum=1, required=True)
-FAULT = Parameter("kind", str, "the kind of fault", choices=tuple(FaultKind), required=True)
-FAULT_RANK = Parameter("rank", int, "the worker's rank", maximum=2**31 - 1)
-FAULT_NODE = Parameter("node", str, "the node's name, for a fault of a node", minimum=1, maximum=256)
-SECONDS = Parameter("seconds", int, "how long a lasting fault lasts", minimum=1, maximum=MAX_SECONDS, default=10)
-PERCENT = Parameter(
+SINCE = RouteParameter("since", int, "only events after this number", default=0)
+LIMIT = RouteParameter("limit", int, "the maximum number of events", minimum=1, maximum=MAX_EVENTS, default=MAX_EVENTS)
+LOG_RANK = RouteParameter("rank", int, "the worker's rank")
+STREAM = RouteParameter("stream", str, "the output stream", choices=("stdout", "stderr"), default="stderr")
+TAIL = RouteParameter("tail", int, "the number of last lines (100)", maximum=MAX_TAIL_LINES)
+OFFSET = RouteParameter("offset", int, "the first byte, instead of tail")
+FOLLOW = RouteParameter("follow", bool, "continue with new output", default=False)
+STACKS_RANK = RouteParameter("rank", int, "only this worker")
+NODE = RouteParameter("node", str, "its name, as in status", minimum=1, maximum=256, required=True)
+NODES = RouteParameter("nodes", int, "the number of nodes", minimum=1, required=True)
+FAULT = RouteParameter("kind", str, "the kind of fault", choices=tuple(FaultKind), required=True)
+FAULT_RANK = RouteParameter("rank", int, "the worker's rank", maximum=2**31 - 1)
+FAULT_NODE = RouteParameter("node", str, "the node's name, for a fault of a node", minimum=1, maximum=256)
+SECONDS = RouteParameter("seconds", int, "how long a lasting fault lasts", minimum=1, maximum=MAX_SECONDS, default=10)
+PERCENT = RouteParameter(
     "percent", int, "the share of time for which a slow worker is stopped", minimum=1, maximum=MAX_PERCENT, default=50
 )
-BYTES = Parameter("bytes", int, "how much disk space is filled", minimum=1, maximum=MAX_BYTES, default=64 << 20)
-WHY = Parameter("why", str, "the reason, for the report", maximum=MAX_REASON_CHARACTERS, default="")
+BYTES = RouteParameter("bytes", int, "how much disk space is filled", minimum=1, maximum=MAX_BYTES, default=64 << 20)
+WHY = RouteParameter("why", str, "the reason, for the report", maximum=MAX_REASON_CHARACTERS, default="")
 
 ROUTES = (
     ApiRoute("GET", f"{PREFIX}/openapi.json", Api.description, Description),

@@ -33,7 +33,7 @@ class ErrorReply(Exception):
         super().__init__(f"HTTP {status}")
         self.status = status
         self.body = body
-        self.error = _error_reply_text(body)
+        self.error = _http_client_error_text(body)
 
 
 class Request(Struct, frozen=True):
@@ -48,27 +48,27 @@ class Request(Struct, frozen=True):
     accept: str = "application/json"
 
 
-def send(connect: Connect, request: Request, *, timeout_s: float, max_bytes: int) -> bytes:
+def send_http_request(connect: Connect, request: Request, *, timeout_s: float, max_bytes: int) -> bytes:
     """Return the body of the reply.  Raises `ErrorReply`, `OSError` or `http.client.HTTPException`."""
-    with _http_reply(connect, request, timeout_s) as (response, _):
+    with _http_client_reply(connect, request, timeout_s) as (response, _):
         content = response.read(max_bytes + 1)
         if len(content) > max_bytes:
             raise http.client.HTTPException(f"the reply is larger than {max_bytes} bytes")
         return content
 
 
-def stream_lines(
+def request_http_lines(
     connect: Connect, request: Request, *, timeout_s: float, idle_timeout_s: float | None
 ) -> Iterator[str]:
     """Yield the lines of a stream until it ends.  `idle_timeout_s` is the longest silence; None: no limit."""
-    with _http_reply(connect, request, timeout_s) as (response, reader):
+    with _http_client_reply(connect, request, timeout_s) as (response, reader):
         reader.wait_at_most(idle_timeout_s)
         while line := response.readline(MAX_LINE_BYTES):
             yield line.decode("utf-8", "replace").rstrip("\n")
 
 
 @contextmanager
-def _http_reply(
+def _http_client_reply(
     connect: Connect, request: Request, timeout_s: float
 ) -> Iterator[tuple[http.client.HTTPResponse, "_HttpReplyReader"]]:
     deadline = time.monotonic() + timeout_s
@@ -82,7 +82,7 @@ def _http_reply(
     connection = http.client.HTTPConnection("localhost")
     connection.sock = sock = connect(timeout_s)
     try:
-        sock.settimeout(_request_time_left(deadline))
+        sock.settimeout(_http_client_time_left(deadline))
         connection.request(request.method, url, None if request.body is None else json.dumps(request.body), headers)
         reader = _HttpReplyReader(sock, deadline)
         response = http.client.HTTPResponse(sock, method=request.method)
@@ -109,7 +109,7 @@ class _HttpReplyReader(io.RawIOBase):
 
     def readinto(self, buffer: "Buffer") -> int:
         if self._deadline is not None:
-            self._sock.settimeout(_request_time_left(self._deadline))
+            self._sock.settimeout(_http_client_time_left(self._deadline))
         return self._sock.recv_into(memoryview(buffer))
 
     def wait_at_most(self, idle_timeout_s: float | None) -> None:
@@ -118,13 +118,13 @@ class _HttpReplyReader(io.RawIOBase):
         self._sock.settimeout(idle_timeout_s)
 
 
-def _request_time_left(deadline: float) -> float:
+def _http_client_time_left(deadline: float) -> float:
     if (left := deadline - time.monotonic()) <= 0:
         raise TimeoutError("timed out")
     return left
 
 
-def _error_reply_text(body: bytes) -> str:
+def _http_client_error_text(body: bytes) -> str:
     try:
         return str(json.loads(body)["error"])
     except (ValueError, RecursionError, TypeError, LookupError):

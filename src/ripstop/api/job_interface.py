@@ -59,7 +59,7 @@ class RequestRefused(RipstopError):
         self.status = status
 
 
-def node_of_rank(status: JobStatus, rank: int) -> NodeStatus:
+def job_interface_node_of_rank(status: JobStatus, rank: int) -> NodeStatus:
     for node in status.nodes_in_round:
         if node.first_rank <= rank < node.first_rank + node.slots:
             return node
@@ -71,7 +71,7 @@ def node_of_rank(status: JobStatus, rank: int) -> NodeStatus:
 # queries --------------------------------------------------------------------------------------------------------------
 
 
-class NodeQueries:
+class JobInterfaceQueries:
     """Limits the queries to each node: replies share the connection of the node's heartbeats."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class NodeQueries:
         return reply
 
 
-async def ask_all(
+async def query_job_interface_nodes(
     nodes: Iterable[str], ask_one: Callable[[str], Awaitable[T]], seconds: float
 ) -> dict[str, T | QueryFailed]:
     """Query many nodes concurrently; each node's reply, or the error, after at most `seconds`."""
@@ -123,11 +123,13 @@ async def ask_all(
             done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
-        return {node: replies[node] if node in replies else _late(node, seconds) for node in names}
+        return {
+            node: replies[node] if node in replies else _job_interface_query_timeout(node, seconds) for node in names
+        }
     finally:
         for task in tasks:
             task.cancel()
 
 
-def _late(node: str, seconds: float) -> QueryFailed:
+def _job_interface_query_timeout(node: str, seconds: float) -> QueryFailed:
     return QueryFailed(f"node {node} did not reply in {seconds:g} s; try again")

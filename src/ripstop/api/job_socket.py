@@ -48,9 +48,9 @@ class JobSocket:
             os.getpid(),
             time.time(),
             tls=tls is not None,
-            tls_ca=_path(certificates.ca),
-            tls_cert=_path(certificates.cert),
-            tls_key=_path(certificates.key),
+            tls_ca=_job_socket_certificate_path(certificates.ca),
+            tls_cert=_job_socket_certificate_path(certificates.cert),
+            tls_key=_job_socket_certificate_path(certificates.key),
         )
         self._token = token
         self._environ = environ
@@ -182,7 +182,7 @@ class JobSocket:
 
             if self._runner is None:
                 app = web.Application(client_max_size=MAX_BODY)
-                Api(lambda: self.job, authorize_socket_user).mount(app)
+                Api(lambda: self.job, authorize_job_socket_user).mount(app)
                 runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
                 await runner.setup()
                 self._runner = runner
@@ -191,7 +191,7 @@ class JobSocket:
             log.exception("commands on this machine cannot reach the job")
 
 
-def authorize_socket_user(request: "web.Request") -> str:
+def authorize_job_socket_user(request: "web.Request") -> str:
     """Admit only the job's user and root (rule 1); return who it is."""
     connection = request.transport.get_extra_info("socket") if request.transport else None
     if connection is None:
@@ -206,5 +206,5 @@ def authorize_socket_user(request: "web.Request") -> str:
     return f"user {uid}"  # not its name: looking that up may block
 
 
-def _path(path: Path | None) -> str:
+def _job_socket_certificate_path(path: Path | None) -> str:
     return str(path.absolute()) if path else ""

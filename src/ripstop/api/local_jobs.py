@@ -61,13 +61,13 @@ class Registration:
             self._fd = None
 
 
-def job_records(directory: Path) -> list[JobRecord]:
+def local_job_records(directory: Path) -> list[JobRecord]:
     """The records of living agents, oldest first; removes the files of dead ones."""
-    records = [record for path in directory.glob("*.json") if (record := _read(path)) is not None]
+    records = [record for path in directory.glob("*.json") if (record := _read_local_job(path)) is not None]
     return sorted(records, key=lambda record: record.since)
 
 
-def _read(path: Path) -> JobRecord | None:
+def _read_local_job(path: Path) -> JobRecord | None:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES)
@@ -76,7 +76,7 @@ def _read(path: Path) -> JobRecord | None:
             except BlockingIOError:
                 return msgspec.json.decode(data, type=JobRecord)
             if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return _read(path)  # a living agent has replaced the file meanwhile
+                return _read_local_job(path)  # a living agent has replaced the file meanwhile
             path.with_suffix(".sock").unlink(missing_ok=True)
             path.unlink(missing_ok=True)
     except (OSError, msgspec.DecodeError):

@@ -44,7 +44,7 @@ class PageFiles:
 
     async def _serve(self, request: web.Request) -> web.Response:
         if self._reading is None:
-            self._reading = asyncio.create_task(asyncio.to_thread(read_files), name="ripstop-page")
+            self._reading = asyncio.create_task(asyncio.to_thread(read_page_files), name="ripstop-page")
         found = (await asyncio.shield(self._reading)).get(request.match_info.get("name", "index.html"))
         if found is None:
             response = web.Response(status=404, text="not found")
@@ -57,7 +57,7 @@ class PageFiles:
         return response
 
 
-def read_files() -> dict[str, PageFile]:
+def read_page_files() -> dict[str, PageFile]:
     """The files by name; those in `vendor/` too."""
     found = {}
     for path in (*FOLDER.iterdir(), *(FOLDER / "vendor").iterdir()):

@@ -38,7 +38,7 @@ def listen_for_probes(name: str, host: str | None, port: int) -> socket.socket:
         raise UsageError(f"{name}={port}: cannot listen on this port ({error.strerror}); choose a free one") from error
 
 
-async def serve(listening: socket.socket, unready: Callable[[], str]) -> None:
+async def serve_probes(listening: socket.socket, unready: Callable[[], str]) -> None:
     """Serve probes until cancelled; `unready` returns why the agent is not ready, "" if it is."""
     loop = asyncio.get_running_loop()
     connections: dict[asyncio.Transport, None] = {}  # oldest first
@@ -85,7 +85,7 @@ class _ProbeConnection(asyncio.Protocol):
             return
         self._received += data
         if (end := self._received.find(HEADER_END, 0, MAX_REQUEST_BYTES)) >= 0:
-            self._transport.write(reply(self._received[: end + len(HEADER_END)], self._unready))
+            self._transport.write(probe_reply(self._received[: end + len(HEADER_END)], self._unready))
             self._transport.close()
         elif len(self._received) >= MAX_REQUEST_BYTES:
             self._transport.abort()
@@ -95,7 +95,7 @@ class _ProbeConnection(asyncio.Protocol):
         self._connections.pop(self._transport, None)
 
 
-def reply(request: bytes, unready: Callable[[], str]) -> bytes:
+def probe_reply(request: bytes, unready: Callable[[], str]) -> bytes:
     method, _, rest = request.partition(b" ")
     path = rest.partition(b" ")[0].partition(b"?")[0].decode("ascii", "replace")
     if path not in (*LIVE_PATHS, *READY_PATHS):

@@ -23,7 +23,7 @@ class InvalidRequest(Exception):
     """A request that does not match the table."""
 
 
-class Parameter(msgspec.Struct, frozen=True):
+class RouteParameter(msgspec.Struct, frozen=True):
     """One parameter or body field.  `minimum` and `maximum` limit a number, or the length of a text."""
 
     name: str
@@ -90,9 +90,9 @@ class ApiRoute(msgspec.Struct, frozen=True):
     path: str
     handler: Callable[..., Awaitable[Any]]
     reply: Any
-    query: tuple[Parameter, ...] = ()
-    path_parameters: tuple[Parameter, ...] = ()
-    body: tuple[Parameter, ...] = ()
+    query: tuple[RouteParameter, ...] = ()
+    path_parameters: tuple[RouteParameter, ...] = ()
+    body: tuple[RouteParameter, ...] = ()
     errors: tuple[int, ...] = ()
     stream_type: str = ""  # media type of the reply if it is a stream
 
@@ -100,7 +100,7 @@ class ApiRoute(msgspec.Struct, frozen=True):
 # requests -------------------------------------------------------------------------------------------------------------
 
 
-def parse_parameters(parameters: Iterable[Parameter], texts: Iterable[tuple[str, str]]) -> dict[str, Any]:
+def parse_route_parameters(parameters: Iterable[RouteParameter], texts: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """Parse the parameters of a path or a query."""
     known = {parameter.name: parameter for parameter in parameters}
     values: dict[str, Any] = {}
@@ -110,10 +110,10 @@ def parse_parameters(parameters: Iterable[Parameter], texts: Iterable[tuple[str,
         if name in values:
             raise InvalidRequest(f"{name} is given twice; remove one")
         values[name] = known[name].parse(text)
-    return _with_request_defaults(known, values)
+    return _with_route_defaults(known, values)
 
 
-def parse_body(fields: Iterable[Parameter], data: bytes) -> dict[str, Any]:
+def parse_route_body(fields: Iterable[RouteParameter], data: bytes) -> dict[str, Any]:
     """Parse a JSON body."""
     known = {field.name: field for field in fields}
     try:
@@ -125,10 +125,10 @@ def parse_body(fields: Iterable[Parameter], data: bytes) -> dict[str, Any]:
     for name in body:
         if name not in known:
             raise InvalidRequest(f"{name[:80]!r}: unknown field; the fields are {', '.join(known) or 'none'}")
-    return _with_request_defaults(known, {name: known[name].check(value) for name, value in body.items()})
+    return _with_route_defaults(known, {name: known[name].check(value) for name, value in body.items()})
 
 
-def _with_request_defaults(known: Mapping[str, Parameter], values: dict[str, Any]) -> dict[str, Any]:
+def _with_route_defaults(known: Mapping[str, RouteParameter], values: dict[str, Any]) -> dict[str, Any]:
     for parameter in known.values():
         if parameter.required and parameter.name not in values:
             raise InvalidRequest(f"{parameter.name} is missing: {parameter.description}")
@@ -150,7 +150,7 @@ ERROR_DESCRIPTIONS = {
 }
 
 
-def describe(routes: Iterable[ApiRoute]) -> dict[str, Any]:
+def describe_routes(routes: Iterable[ApiRoute]) -> dict[str, Any]:
     """The OpenAPI description."""
     routes = list(routes)
     replies = [route.reply for route in routes]
@@ -158,7 +158,7 @@ def describe(routes: Iterable[ApiRoute]) -> dict[str, Any]:
     *reply_schemas, error_schema = schemas
     paths: dict[str, dict[str, Any]] = {}
     for route, reply_schema in zip(routes, reply_schemas, strict=True):
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, reply_schema, error_schema)
+        paths.setdefault(route.path, {})[route.method.lower()] = _route_operation(route, reply_schema, error_schema)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -174,7 +174,7 @@ def describe(routes: Iterable[ApiRoute]) -> dict[str, Any]:
     }
 
 
-def _operation(route: ApiRoute, reply_schema: dict[str, Any], error_schema: dict[str, Any]) -> dict[str, Any]:
+def _route_operation(route: ApiRoute, reply_schema: dict[str, Any], error_schema: dict[str, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": reply_schema}}
     if route.stream_type:
         content[route.stream_type] = {"schema": {"type": "string"}}
@@ -184,8 +184,8 @@ def _operation(route: ApiRoute, reply_schema: dict[str, Any], error_schema: dict
         responses[str(status)] = {"description": ERROR_DESCRIPTIONS[status], "content": error_content}
     name, summary = route.handler.__name__, route.handler.__doc__
     operation: dict[str, Any] = {"operationId": name, "summary": summary, "responses": responses}
-    parameters = [_parameter(parameter, "path") for parameter in route.path_parameters]
-    parameters += [_parameter(parameter, "query") for parameter in route.query]
+    parameters = [_route_parameter_description(parameter, "path") for parameter in route.path_parameters]
+    parameters += [_route_parameter_description(parameter, "query") for parameter in route.query]
     if parameters:
         operation["parameters"] = parameters
     if route.method == "POST":
@@ -199,7 +199,7 @@ def _operation(route: ApiRoute, reply_schema: dict[str, Any], error_schema: dict
     return operation
 
 
-def _parameter(parameter: Parameter, location: str) -> dict[str, Any]:
+def _route_parameter_description(parameter: RouteParameter, location: str) -> dict[str, Any]:
     default = {} if parameter.default is None else {"default": parameter.default}
     return {
         "name": parameter.name,

@@ -112,12 +112,12 @@ class OpenStreams:
                 found = journal.since(last)
                 for batch in (found[i : i + EVENTS_PER_WRITE] for i in range(0, len(found), EVENTS_PER_WRITE)):
                     last = batch[-1][0]
-                    yield "".join(_event_text(number, entry) for number, entry in batch)
+                    yield "".join(_api_stream_event_text(number, entry) for number, entry in batch)
                     if journal.count - last > MAX_RECORDS:
                         return  # rule 1
                 if ending:
                     return
-                if not await _wait_for_wakeup(wakeup, KEEPALIVE_INTERVAL_S):
+                if not await _wait_for_api_stream_wakeup(wakeup, KEEPALIVE_INTERVAL_S):
                     yield ": keepalive\n\n"
 
     async def log(
@@ -132,7 +132,7 @@ class OpenStreams:
             while True:
                 yield chunk["text"]
                 if chunk["end"]:  # of the round's log
-                    await _wait_for_wakeup(workers_started, LOG_WAIT_S)
+                    await _wait_for_api_stream_wakeup(workers_started, LOG_WAIT_S)
                 if self._ending or journal.is_closed:
                     return
                 workers_started.clear()
@@ -141,7 +141,7 @@ class OpenStreams:
                     failed = False
                 except (RequestRefused, QueryFailed):  # between two rounds, or the node is busy
                     chunk, failed = chunk | {"text": "", "end": False}, True
-                    await _wait_for_wakeup(workers_started, RETRY_DELAY_S)
+                    await _wait_for_api_stream_wakeup(workers_started, RETRY_DELAY_S)
 
     @contextmanager
     def _wakeup(self, journal: Journal, matters: Callable[[EventRecord], bool]) -> Iterator[asyncio.Event]:
@@ -156,7 +156,7 @@ class OpenStreams:
             unsubscribe()
 
 
-def _event_text(number: int, entry: EventRecord) -> str:
+def _api_stream_event_text(number: int, entry: EventRecord) -> str:
     return f"id: {number}\ndata: {json.dumps({'number': number} | to_dict(entry))}\n\n"
 
 
@@ -166,7 +166,7 @@ def _wakes_log_stream(entry: EventRecord, rank: int) -> bool:
     return isinstance(event, WorkersStarted) and event.first_rank <= rank < event.first_rank + len(event.pids)
 
 
-async def _wait_for_wakeup(wakeup: asyncio.Event, timeout_s: float) -> bool:
+async def _wait_for_api_stream_wakeup(wakeup: asyncio.Event, timeout_s: float) -> bool:
     try:
         async with asyncio.timeout(timeout_s):
             return await wakeup.wait()

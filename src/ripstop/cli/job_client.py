@@ -17,13 +17,13 @@ from typing import Any
 from msgspec import Struct
 
 from ripstop.api import http_client
-from ripstop.api.local_jobs import JobRecord, job_records
+from ripstop.api.local_jobs import JobRecord, local_job_records
 from ripstop.api.routes import PREFIX
 from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse_flags_and_positionals
 from ripstop.model.config import COORDINATOR_PORT, Tls
 from ripstop.model.errors import HelpRequested, RipstopError, UsageError
-from ripstop.model.parsers import address, identifier, integer, key_values, parse_job_secret
-from ripstop.model.rendezvous_conf import TLS_CONF, tls
+from ripstop.model.parsers import identifier, integer, key_values, parse_address, parse_secret_variables
+from ripstop.model.rendezvous_conf import TLS_CONF, rendezvous_conf_tls
 from ripstop.model.round import Address
 from ripstop.system.network import describe_network_error, enable_keepalive
 from ripstop.system.socket_directory import socket_address, socket_directories
@@ -91,7 +91,7 @@ class JobClient(Struct, frozen=True):
         """Yield the lines of a stream until it ends; `idle_timeout_s` limits its silence."""
         request = self._request("GET", PREFIX + path, query=query, accept=accept)
         with self._translated_errors():
-            yield from http_client.stream_lines(
+            yield from http_client.request_http_lines(
                 self._connect, request, timeout_s=REPLY_TIMEOUT_S, idle_timeout_s=idle_timeout_s
             )
 
@@ -99,7 +99,7 @@ class JobClient(Struct, frozen=True):
         request = self._request(method, path, **options)
         with self._translated_errors():
             limit = timeout_s or REPLY_TIMEOUT_S
-            return http_client.send(self._connect, request, timeout_s=limit, max_bytes=MAX_REPLY_BYTES)
+            return http_client.send_http_request(self._connect, request, timeout_s=limit, max_bytes=MAX_REPLY_BYTES)
 
     def _request(self, method: str, path: str, **options: Any) -> http_client.Request:
         return http_client.Request(method, path, str(self.endpoint or "localhost"), self.token, **options)
@@ -147,20 +147,22 @@ def find_job_client(args: ParsedArguments, environ: Mapping[str, str]) -> JobCli
         return _job_client_at_endpoint(args, environ)
     if "--rdzv-conf" in args:
         raise UsageError("--rdzv-conf needs --endpoint; add --endpoint=HOST:PORT, or remove --rdzv-conf")
-    records = {record: directory for directory in socket_directories(environ) for record in job_records(directory)}
+    records = {
+        record: directory for directory in socket_directories(environ) for record in local_job_records(directory)
+    }
     record = _choose_record_for_job_client(list(records), args.text("--job"))
     return _job_client_of_record(record, records[record])
 
 
 def _job_client_at_endpoint(args: ParsedArguments, environ: Mapping[str, str]) -> JobClient:
     texts = args.text("--endpoint").split(",")
-    endpoints = [address("--endpoint", text, default_port=COORDINATOR_PORT) for text in texts]
+    endpoints = [parse_address("--endpoint", text, default_port=COORDINATOR_PORT) for text in texts]
     run_id = identifier("--job", args.text("--job", "none"))
     conf = key_values("--rdzv-conf", args.text("--rdzv-conf"))
     if other := conf.keys() - TLS_CONF:
         raise UsageError(f"--rdzv-conf {min(other)}: not a key for this command; use {', '.join(sorted(TLS_CONF))}")
-    certificates, _ = tls("--rdzv-conf", conf)
-    token, _ = parse_job_secret(environ)
+    certificates, _ = rendezvous_conf_tls("--rdzv-conf", conf)
+    token, _ = parse_secret_variables(environ)
     if token:
         from ripstop.protocol.secret import api_token_from_secret
 
@@ -213,16 +215,16 @@ def _job_client_of_record(record: JobRecord, directory: Path) -> JobClient:
     if record.tls:
         cert, key, ca = (Path(path) if path else None for path in (record.tls_cert, record.tls_key, record.tls_ca))
         certificates = Tls(cert, key, ca)
-    endpoint = address("endpoint", record.endpoint, default_port=COORDINATOR_PORT)
+    endpoint = parse_address("endpoint", record.endpoint, default_port=COORDINATOR_PORT)
     return JobClient(record.run_id, None, endpoint, record.token, _job_client_tls_context(certificates))
 
 
 def _job_client_tls_context(certificates: Tls | None) -> ssl.SSLContext | None:
     if certificates is None:
         return None
-    from ripstop.transport.tls import check_certificates, client_context
+    from ripstop.transport.tls import check_tls_certificates, client_context
 
-    check_certificates("--rdzv-conf", certificates)
+    check_tls_certificates("--rdzv-conf", certificates)
     return client_context(certificates)
 
 

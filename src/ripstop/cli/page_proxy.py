@@ -23,7 +23,7 @@ from posixpath import normpath
 import aiohttp
 from aiohttp import web
 
-from ripstop.api.http_api import MAX_BODY, Handler, http_error_response
+from ripstop.api.http_api import MAX_BODY, Handler, http_api_error_response
 from ripstop.api.job_interface import RequestRefused
 from ripstop.api.page_files import PageFiles
 from ripstop.cli.job_client import JobClient
@@ -60,10 +60,10 @@ class PageProxy:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(token.encode(), self.token.encode()):
             refused = RequestRefused(401, "the token is not this page's; run `ripstop page` again, and use its address")
-            return http_error_response(refused, close=True)
+            return http_api_error_response(refused, close=True)
         self.was_used.set()
         if normpath(request.path) != request.path:  # rule 6: the client would remove `..`
-            return http_error_response(
+            return http_api_error_response(
                 RequestRefused(404, f"{request.path[:80]}: no such path; use one without `.` and `//`")
             )
         return await self._pass_on(request)
@@ -81,7 +81,9 @@ class PageProxy:
                 return await _copy_proxied_reply(reply, request)
         except (RipstopError, aiohttp.ClientError, OSError, TimeoutError) as error:
             await self.close()  # rule 4
-            return http_error_response(RequestRefused(503, f"the job cannot be reached: {error}; the page tries again"))
+            return http_api_error_response(
+                RequestRefused(503, f"the job cannot be reached: {error}; the page tries again")
+            )
 
     async def _session(self) -> tuple[JobClient, aiohttp.ClientSession]:
         async with self._finding:
@@ -121,7 +123,7 @@ async def require_local_page_host(request: web.Request, handler: Handler) -> web
     host = request.headers.get("Host", "")
     if not re.fullmatch(LOCAL_HOST, host):
         refused = RequestRefused(403, f"the host must be 127.0.0.1, localhost or [::1], not {host[:80]!r}")
-        return http_error_response(refused, close=True)
+        return http_api_error_response(refused, close=True)
     return await handler(request)
 
 

@@ -20,7 +20,7 @@ from ripstop.diagnostics.failure_ranking import looks_like_victim, rank_failures
 from ripstop.diagnostics.hang_analysis import describe_hangs, hangs_among, suspect_ranks
 from ripstop.model.config import Budget
 from ripstop.model.events import BudgetCharged, BudgetRefunded, Event, HangDiagnosed, RoundEndCause
-from ripstop.model.failure import Failure, how_it_ended
+from ripstop.model.failure import Failure, failure_in_short
 from ripstop.model.round import Place
 from ripstop.protocol.limits import reason_within_limits
 
@@ -96,7 +96,7 @@ class FailurePolicy:
         fault = None
         if round == self._unexplained_round and not all(looks_like_victim(f) for f in failures):
             self.mark_explained()
-            fault = (node, how_it_ended(failures[0]))  # other nodes reported its failure first
+            fault = (node, failure_in_short(failures[0]))  # other nodes reported its failure first
         if round != self._round or node not in state.places:
             return Ruling(fault=fault)
         self._reporters.add(node)
@@ -219,7 +219,7 @@ class FailurePolicy:
         failure = root_cause(self._failures)
         if failure and failure.hang:
             return reason_within_limits(describe_hangs(hangs_among(self._failures, self._round)))
-        return f"rank {failure.rank} on {failure.host} {how_it_ended(failure)}" if failure else "a worker failed"
+        return f"rank {failure.rank} on {failure.host} {failure_in_short(failure)}" if failure else "a worker failed"
 
     def deadlines(self) -> Iterator[float]:
         if self._deferred_failure:

@@ -16,7 +16,7 @@ from ripstop.coordinator.job_types import JobSettings
 from ripstop.coordinator.membership import Membership
 from ripstop.coordinator.ranks import Candidate
 from ripstop.model.events import RoundEndCause
-from ripstop.model.text_formatting import ranges
+from ripstop.model.text_formatting import format_ranges
 
 MAX_NAMED = 4  # nodes in one text
 SETTLE_TIMEOUT_S = 2.0  # how long a later round waits for nodes that are not ready
@@ -128,7 +128,7 @@ class Formation:
         present = {member.node.requested_rank for member in members.members.values()}
         if settings.fixed_ranks and len(present) < settings.max_nodes:
             absent = [rank for rank in range(settings.max_nodes) if rank not in present]
-            counts.append(f"{'nodes' if absent[1:] else 'node'} {ranges(absent)} missing")
+            counts.append(f"{'nodes' if absent[1:] else 'node'} {format_ranges(absent)} missing")
         elif needed > len(members.members):
             counts.append(f"{needed - len(members.members)} missing")
         parts = [", ".join(counts), f"{end} in {max(0.0, ends_at - now):.0f} s"]

@@ -282,7 +282,7 @@ class Job:
 
     def _on_operator_command(self, command: operator.OperatorCommand, now: float) -> None:
         """Apply the command if it is allowed now."""
-        why_not = operator.rejection_reason(command, self.status(now))
+        why_not = operator.operator_command_rejection(command, self.status(now))
         if isinstance(command, operator.ScaleJob):
             self.events.append(events.ScaleRequested(command.nodes, not why_not, why_not))
         if why_not:

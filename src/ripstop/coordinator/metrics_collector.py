@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from msgspec import Struct
 
-from ripstop.api.job_interface import ask_all
+from ripstop.api.job_interface import query_job_interface_nodes
 from ripstop.api.replies import GpuColumns, RankColumns, Usage
 from ripstop.coordinator.driver import Coordinator
 from ripstop.model.errors import ProtocolError, QueryFailed
@@ -112,7 +112,7 @@ class MetricsCollector:
             except ProtocolError as error:
                 raise QueryFailed(f"the reply of node {node} cannot be read: {error}") from error
 
-        replies = await ask_all(nodes, ask, ALL_NODES_TIMEOUT_S)
+        replies = await query_job_interface_nodes(nodes, ask, ALL_NODES_TIMEOUT_S)
         return {node: reply for node, reply in replies.items() if isinstance(reply, NodeSample)}
 
 

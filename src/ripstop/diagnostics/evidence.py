@@ -17,9 +17,9 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ripstop.model.failure import Failure, exit_reason
+from ripstop.model.failure import Failure, exit_reason_of_failure
 from ripstop.model.round import Place
-from ripstop.model.text_formatting import clean, format_bytes, signal_name, truncate_bytes, truncate_middle
+from ripstop.model.text_formatting import format_bytes, format_clean_text, signal_name, truncate_bytes, truncate_middle
 from ripstop.system.cgroup_memory import ROOT, machine_oom_kills, memory_cgroups
 from ripstop.system.disk_space import is_disk_full
 
@@ -91,10 +91,12 @@ def gather_evidence(
     if timer_kill:
         why = f"{timer_kill.why}; its error: {message}" if message else timer_kill.why
         message = truncate_bytes(why, _MAX_MESSAGE_CHARS)
-        traceback = traceback or truncate_middle(clean(timer_kill.stack), _MAX_TRACEBACK_CHARS)
+        traceback = traceback or truncate_middle(format_clean_text(timer_kill.stack), _MAX_TRACEBACK_CHARS)
     if not message and not oom:
-        full = f"; the disk of {clean(str(logs))} is full" if is_disk_full(logs) else ""  # its message may be missing
-        message = exit_reason(returncode) + full
+        full = (
+            f"; the disk of {format_clean_text(str(logs))} is full" if is_disk_full(logs) else ""
+        )  # its message may be missing
+        message = exit_reason_of_failure(returncode) + full
     return Failure(
         rank=place.first_rank + local_rank,
         local_rank=local_rank,
@@ -108,8 +110,8 @@ def gather_evidence(
         traceback=traceback,
         oom=oom,
         log_tail=tail_evidence(tail),
-        error_file=clean(str(error_file)) if reported else "",
-        logs=clean(str(logs)),
+        error_file=format_clean_text(str(error_file)) if reported else "",
+        logs=format_clean_text(str(logs)),
     )
 
 
@@ -121,8 +123,8 @@ def evidence_of_failed_start(place: Place, local_rank: int, *, host: str, at: fl
         round=place.round,
         host=host,
         at=at,
-        message=truncate_bytes(clean(f"could not be started: {why}"), _MAX_MESSAGE_CHARS),
-        logs=clean(str(logs)),
+        message=truncate_bytes(format_clean_text(f"could not be started: {why}"), _MAX_MESSAGE_CHARS),
+        logs=format_clean_text(str(logs)),
     )
 
 
@@ -169,15 +171,17 @@ def parse_error_evidence(data: bytes, size: int) -> ErrorFileEvidence:
     except (ValueError, RecursionError):
         problem = f"is too long ({format_bytes(size)})" if size > len(data) else "is not JSON, or was cut off"
     if problem:
-        message = f"the error file {problem}; it begins: {clean(text[:500])}"
+        message = f"the error file {problem}; it begins: {format_clean_text(text[:500])}"
         return ErrorFileEvidence(truncate_bytes(message, _MAX_MESSAGE_CHARS))
     inner, extra = top["message"], top
     while isinstance(inner, dict):
         extra = inner["extraInfo"] if isinstance(inner.get("extraInfo"), dict) else extra
         inner = inner.get("message", "")
-    message = clean(inner if isinstance(inner, str) else json.dumps(inner))
+    message = format_clean_text(inner if isinstance(inner, str) else json.dumps(inner))
     stack = extra.get("py_callstack")
-    traceback = truncate_middle(clean(stack.rstrip()), _MAX_TRACEBACK_CHARS) if isinstance(stack, str) else ""
+    traceback = (
+        truncate_middle(format_clean_text(stack.rstrip()), _MAX_TRACEBACK_CHARS) if isinstance(stack, str) else ""
+    )
     return ErrorFileEvidence(
         truncate_bytes(message, _MAX_MESSAGE_CHARS), traceback, _evidence_time(extra.get("timestamp"))
     )
@@ -199,7 +203,7 @@ def _read_stderr_evidence(path: Path) -> str:
         data, _ = _read_evidence(path, _MAX_STDERR_BYTES, from_end=True)
     except OSError:
         return ""
-    return clean(data.decode("utf-8", "replace"))
+    return format_clean_text(data.decode("utf-8", "replace"))
 
 
 def tail_evidence(stderr: str) -> tuple[str, ...]:

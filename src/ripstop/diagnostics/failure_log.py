@@ -9,7 +9,7 @@ from ripstop.diagnostics.evidence_events import Evidence, evidence_from_event
 from ripstop.diagnostics.failure_ranking import root_cause
 from ripstop.diagnostics.failure_report import failure_report_log_tail
 from ripstop.model.events import EventRecord, RoundEndCause, RoundEnded, WorkerEvidence
-from ripstop.model.failure import how_it_ended
+from ripstop.model.failure import failure_in_short
 
 MAX_EVIDENCE = 64  # failures of one round that are compared
 MAX_TRACEBACK_LINES = 20
@@ -48,5 +48,5 @@ def _failure_log_block(evidence: list[Evidence]) -> Iterator[str]:
         return
     files = next(each.files for each in evidence if each.failure is cause)
     logs = f", logs {files[0]}" if files else ""
-    yield f"round={cause.round} root cause: rank {cause.rank} on {cause.host} {how_it_ended(cause)}{logs}"
+    yield f"round={cause.round} root cause: rank {cause.rank} on {cause.host} {failure_in_short(cause)}{logs}"
     yield from details

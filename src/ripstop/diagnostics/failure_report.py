@@ -7,7 +7,7 @@ from msgspec import to_builtins
 
 from ripstop.diagnostics.failure_ranking import rank_failures
 from ripstop.diagnostics.hang_analysis import describe_hangs, hangs_among
-from ripstop.model.failure import Failure, JobEnd, how_it_ended
+from ripstop.model.failure import Failure, JobEnd, failure_in_short
 from ripstop.model.round import Outcome
 from ripstop.model.text_formatting import truncate, wrapped_lines
 
@@ -57,10 +57,10 @@ def _failure_report_lines(report: JobEnd, width: int) -> Iterator[str]:
 
 def _failure_report_details(failure: Failure, width: int) -> Iterator[str]:
     yield f"  when     {_failure_report_time(failure.at)}, round {failure.round}"
-    yield f"  how      {how_it_ended(failure)}"
+    yield f"  how      {failure_in_short(failure)}"
     if failure.oom and failure.oom != failure.message:
         yield from _failure_report_field("memory", failure.oom, width)
-    if failure.message not in ("", how_it_ended(failure)):
+    if failure.message not in ("", failure_in_short(failure)):
         yield from _failure_report_field("why", failure.message, width)
     stacks = failure.hang.file if failure.hang else ""
     for label, path in (("logs", failure.logs), ("error", failure.error_file), ("stacks", stacks)):
@@ -96,7 +96,11 @@ def _failure_report_time(at: float) -> str:
 def _failure_report_summary(failure: Failure) -> str:
     first_line = failure.message.split("\n", 1)[0]
     message = re.sub(r"\[/\S*/(\w+\.\w+:\d+)\]", r"[\1]", first_line)  # shorten paths of torch's build machine
-    return how_it_ended(failure) if message in ("", how_it_ended(failure)) else f"{how_it_ended(failure)}: {message}"
+    return (
+        failure_in_short(failure)
+        if message in ("", failure_in_short(failure))
+        else f"{failure_in_short(failure)}: {message}"
+    )
 
 
 def _failure_report_field(label: str, text: str, width: int) -> Iterator[str]:

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from ripstop.diagnostics.hang_analysis import describe_operation
 from ripstop.model.failure import MAX_STANDINGS, CollectiveProgress
-from ripstop.model.text_formatting import clean
+from ripstop.model.text_formatting import format_clean_text
 
 MAX_SHOWN_ENTRIES = 20
 _MAX_NAME_CHARS = 80  # of a name that comes from a worker
@@ -122,7 +122,7 @@ def _flight_recorder_group_label(name: str, description: Any) -> str:
 
 @lru_cache(maxsize=1024)  # few different names, thousands of times
 def _flight_recorder_word(text: str) -> str:
-    return " ".join(clean(text).split())[:_MAX_NAME_CHARS]
+    return " ".join(format_clean_text(text).split())[:_MAX_NAME_CHARS]
 
 
 def _collective_size(entry: Mapping[str, Any]) -> str:

@@ -45,7 +45,7 @@ from ripstop.logs.directory import RoundLogs
 from ripstop.model.events import CheckpointSaved, Event, FirstStep, StateRestored, StepsDone, WorkerHangs
 from ripstop.model.failure import Failure, Hang
 from ripstop.model.round import Place
-from ripstop.model.text_formatting import clean, truncate_middle
+from ripstop.model.text_formatting import format_clean_text, truncate_middle
 from ripstop.model.usage import StepProfile
 from ripstop.system import linux
 from ripstop.system.blocking_calls import run_in_daemon_thread
@@ -149,7 +149,9 @@ class HangMonitor:
         self._checkpoint_timers.pop(local_rank, None)
         if saved := self._unrecorded_checkpoints.pop(local_rank, None):
             place = self._workers.place
-            event = CheckpointSaved(place.round, place.first_rank + local_rank, saved.step, clean(saved.path))
+            event = CheckpointSaved(
+                place.round, place.first_rank + local_rank, saved.step, format_clean_text(saved.path)
+            )
             self._record(event, logging.INFO)
             self._checkpoint_timers[local_rank] = self._loop.call_later(
                 CHECKPOINT_INTERVAL_S, self._record_checkpoint, local_rank
@@ -326,8 +328,8 @@ class HangMonitor:
             at=at - hung.seconds,
             pid=stack.pid,
             message=f"{hung.reason} for {hung.seconds:.0f} s; {doing}" if hung.reason else doing,
-            traceback=truncate_middle(clean(stack.stack), MAX_STACK_BYTES),
-            logs=clean(str(self._workers.logs.directory(rank))),
+            traceback=truncate_middle(format_clean_text(stack.stack), MAX_STACK_BYTES),
+            logs=format_clean_text(str(self._workers.logs.directory(rank))),
             hang=Hang(
                 seconds=round(hung.seconds, 3),
                 sign=hung.reason,
@@ -335,7 +337,7 @@ class HangMonitor:
                 where=location.where,
                 waits=location.waits,
                 state=stack.state,
-                file=clean(str(self._file(place.first_rank + rank))),
+                file=format_clean_text(str(self._file(place.first_rank + rank))),
                 standings=flight.standings if flight else None,
             ),
         )

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from ripstop.model.text_formatting import elapsed
+from ripstop.model.text_formatting import format_elapsed
 from ripstop.model.usage import StepProfile
 
 SAMPLES_PER_TIMEOUT = 4
@@ -258,8 +258,8 @@ def worker_progress_text(workers: Mapping[int, WorkerProgress]) -> str:
         parts.append(f"{rate:.1f} steps/s" if rate >= 1 else f"{1 / rate:.1f} s/step")
     ages = [worker.commit_age for worker in steps if worker.commit_age is not None]
     if ages:
-        parts.append(f"last commit {elapsed(max(ages))} ago")
+        parts.append(f"last commit {format_elapsed(max(ages))} ago")
     silent = max(worker.step_age or 0.0 for worker in steps)
     if silent > max(10.0, 10 / (min(rates) if rates else 1.0)):
-        parts.append(f"no step for {elapsed(silent)}")
+        parts.append(f"no step for {format_elapsed(silent)}")
     return ", ".join(parts)

@@ -88,7 +88,7 @@ async def dump_stacks(processes: Iterable[tuple[int, Path | None]]) -> list[Stac
 
 
 async def _dump_process_stack(pid: int, file: Path | None, slots: asyncio.Semaphore, deadline: float) -> StackDump:
-    process = linux.read_process(pid)
+    process = linux.read_linux_process(pid)
     found = StackDump(
         pid,
         process.state if process else "",

@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from ripstop.diagnostics.timer_table import Timers
 from ripstop.model.errors import UsageError
-from ripstop.model.text_formatting import clean, signal_name, truncate_bytes
+from ripstop.model.text_formatting import format_clean_text, signal_name, truncate_bytes
 
 log = logging.getLogger("ripstop.workers")
 
@@ -122,7 +122,9 @@ class Pipe:
         if not self._problem_logged:
             self._problem_logged = True
             log.warning(
-                "%s: ignoring a line that is not a timer request: %s", self._path, truncate_bytes(clean(why), 200)
+                "%s: ignoring a line that is not a timer request: %s",
+                self._path,
+                truncate_bytes(format_clean_text(why), 200),
             )
 
 
@@ -167,7 +169,8 @@ class ExpiredTimer(Struct, frozen=True):
 def timer_pipe_watchdog_reason(expired: Sequence[ExpiredTimer]) -> tuple[str, int]:
     """A message for the expired timers of a worker, and the first signal that one of them requests (0: none)."""
     timers = [
-        f"{truncate_bytes(clean(timer.scope), 200)!r} ({timer.seconds:.1f} s)" for timer in expired[:_MAX_SHOWN_TIMERS]
+        f"{truncate_bytes(format_clean_text(timer.scope), 200)!r} ({timer.seconds:.1f} s)"
+        for timer in expired[:_MAX_SHOWN_TIMERS]
     ]
     more = f" and {len(expired) - _MAX_SHOWN_TIMERS} more" if len(expired) > _MAX_SHOWN_TIMERS else ""
     what = f"{'timer' if len(expired) == 1 else 'timers'} expired: {', '.join(timers)}{more}"

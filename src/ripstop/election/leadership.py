@@ -15,7 +15,7 @@ from ripstop.model.errors import RipstopError
 from ripstop.model.round import Address
 from ripstop.system.linux import boot_time
 from ripstop.system.network import describe_network_error
-from ripstop.transport.endpoint import Bound, bind
+from ripstop.transport.endpoint import Bound, bind_endpoint
 from ripstop.transport.server import Server
 
 log = logging.getLogger("ripstop.coordinator")
@@ -53,12 +53,12 @@ async def prepare_for_leadership(client: EtcdClient, job_lease: float, local_add
 def _bind_leadership_port(host: str, port: int) -> Bound:
     """Bind the requested port, or any other if it is in use: nodes read the address from etcd."""
     try:
-        bound = bind(Address(host, port), required=True)
+        bound = bind_endpoint(Address(host, port), required=True)
     except RipstopError as error:
         if not port:
             raise
         log.warning("%s; the coordinator uses a free port instead, which nodes read from etcd", error)
-        bound = bind(Address(host, 0), required=True)
+        bound = bind_endpoint(Address(host, 0), required=True)
     assert bound is not None, "a required address is bound, or an error"
     return bound
 

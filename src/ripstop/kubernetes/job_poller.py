@@ -21,7 +21,7 @@ from functools import partial
 from http.client import HTTPException
 from typing import Any
 
-from ripstop.api.http_client import ErrorReply, Request, send
+from ripstop.api.http_client import ErrorReply, Request, send_http_request
 from ripstop.kubernetes.kube_client import in_thread
 from ripstop.kubernetes.manifests import Owner, manifest_run_id
 from ripstop.kubernetes.spec import PORT, Json
@@ -65,7 +65,7 @@ class PolledJobApi:
         request = Request(method, f"/api/v1/{operation}", host, token, body=body)
         connect = partial(socket.create_connection, (address, self._port))
         try:
-            return json.loads(send(connect, request, timeout_s=TIMEOUT_S, max_bytes=MAX_REPLY_BYTES))
+            return json.loads(send_http_request(connect, request, timeout_s=TIMEOUT_S, max_bytes=MAX_REPLY_BYTES))
         except ErrorReply as error:
             text = error.error or error.body[: 4 * MAX_TEXT_CHARACTERS].decode("utf-8", "replace")
             printable = "".join(c if c.isprintable() else " " for c in text[:MAX_TEXT_CHARACTERS])

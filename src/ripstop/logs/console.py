@@ -31,7 +31,7 @@ from typing import TextIO
 from msgspec import Struct
 
 from ripstop.model.errors import StartError
-from ripstop.system.blocking_calls import settle
+from ripstop.system.blocking_calls import settle_blocking_call
 from ripstop.system.disk_space import free_disk_space, release_reserved_space, reserve_disk_space
 from ripstop.system.inotify import GrowthWatch
 from ripstop.system.live_line import LiveLine
@@ -125,7 +125,7 @@ def _console_future(request: Callable[[Callable[[], None]], None]) -> "asyncio.F
 
     def call() -> None:
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, future, None)
+            loop.call_soon_threadsafe(settle_blocking_call, future, None)
 
     request(call)
     return future

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from ripstop.system.blocking_calls import run_in_daemon_thread, settle
+from ripstop.system.blocking_calls import run_in_daemon_thread, settle_blocking_call
 from ripstop.system.inotify import GrowthWatch
 
 MAX_CHUNK_BYTES = 24 * 1024  # as JSON within JSON, at most seven times as much
@@ -135,7 +135,7 @@ class _LogGrowthWait:
                 self._size = await run_in_daemon_thread(file.arm_and_measure)
                 for exceeded, size in self.sizes.items():
                     if self._size > size:
-                        settle(exceeded, None)
+                        settle_blocking_call(exceeded, None)
                 await self._next_write(file)
         finally:
             file.close()

@@ -16,7 +16,7 @@ from typing import Any
 
 from ripstop.logs.console import LineFilter
 from ripstop.logs.directory import OutputRoute, RoundLogs
-from ripstop.model.config import Logs, OutputStreams, StreamMap
+from ripstop.model.config import ConfiguredStreams, Logs, OutputStreams
 from ripstop.model.errors import StartError
 from ripstop.model.round import Place
 from ripstop.system.safe_files import (
@@ -166,5 +166,5 @@ class PluginLogs(RoundLogs):
         return LineFilter(self._target(name), line_filter.words) if line_filter and name else None
 
 
-def _plugin_streams(streams: StreamMap) -> dict[str, Any]:
+def _plugin_streams(streams: ConfiguredStreams) -> dict[str, Any]:
     return {"default": int(streams.default), "by_rank": [(rank, int(choice)) for rank, choice in streams.by_rank]}

@@ -71,7 +71,7 @@ class OutputStreams(IntFlag):
     ALL = 3
 
 
-class StreamMap(Struct, frozen=True):
+class ConfiguredStreams(Struct, frozen=True):
     """A choice of streams for all local ranks, with exceptions."""
 
     default: OutputStreams = OutputStreams.NONE
@@ -88,8 +88,8 @@ class Logs(Struct, frozen=True):
     """
 
     directory: Path | None = None
-    redirects: StreamMap = field(default_factory=StreamMap)
-    tee: StreamMap = field(default_factory=StreamMap)
+    redirects: ConfiguredStreams = field(default_factory=ConfiguredStreams)
+    tee: ConfiguredStreams = field(default_factory=ConfiguredStreams)
     shown: frozenset[int] | None = None  # local ranks whose output goes to the console; None: all
     stdout_filters: tuple[str, ...] = ()
     stderr_filters: tuple[str, ...] = ()

@@ -34,7 +34,9 @@ class Electorate(Struct, frozen=True, forbid_unknown_fields=True):
 
     def has_majority(self, present: Collection[str]) -> bool:
         """Whether more than half of the voters are present, and of the outgoing voters if there are any."""
-        return all(2 * count(voters, present) > len(voters) for voters in (self.voters, self.outgoing) if voters)
+        return all(
+            2 * count_in_electorate(voters, present) > len(voters) for voters in (self.voters, self.outgoing) if voters
+        )
 
     def can_elect(self, present: Collection[str]) -> bool:
         """Whether these may elect a coordinator.
@@ -43,11 +45,11 @@ class Electorate(Struct, frozen=True, forbid_unknown_fields=True):
         one.  But the first voters are addresses.  So all of them must be present: then none of them has a coordinator.
         """
         if self.is_first:
-            return count(self.voters, present) == len(self.voters)
+            return count_in_electorate(self.voters, present) == len(self.voters)
         return self.has_majority(present)
 
 
-def count(voters: Iterable[str], present: Collection[str]) -> int:
+def count_in_electorate(voters: Iterable[str], present: Collection[str]) -> int:
     return sum(voter in present for voter in voters)
 
 

@@ -8,12 +8,21 @@ MAX_TEXT = 1000  # characters of one field
 MAX_TRACEBACK = 8192  # characters of a field `traceback`
 
 
-def _snake_case(name: str) -> str:
+def _event_base_kind(name: str) -> str:
     return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
 
 
-class EventBase(Struct, frozen=True, tag_field="kind", tag=_snake_case):
+class EventBase(Struct, frozen=True, tag_field="kind", tag=_event_base_kind):
     """Base of all events: JSON with the class's name in snake case as `kind`."""
+
+
+def event_kind(event: EventBase) -> str:
+    return str(event.__struct_config__.tag)  # the event's name in files and in the API: `round_formed`
+
+
+def max_event_base_chars(field: str) -> int:
+    """How long a text in this field can be."""
+    return MAX_TRACEBACK if field == "traceback" else MAX_TEXT
 
 
 class RoundEndCause(StrEnum):

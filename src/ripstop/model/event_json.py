@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import asdict, replace
 
-from ripstop.model.events import MAX_TEXT, Event, EventRecord, max_event_chars
+from ripstop.model.events import MAX_TEXT, Event, EventRecord, max_event_base_chars
 from ripstop.model.field_types import Int64
-from ripstop.model.text_formatting import ascii_json, truncate
+from ripstop.model.text_formatting import format_ascii_json, truncate
 
 VERSION = 1
 MAX_LINE = 1 << 20  # characters of one record
@@ -38,12 +38,12 @@ def _event_decoder() -> msgspec.json.Decoder[Event]:
 
 def to_json(record: EventRecord) -> str:
     """One line, without its end.  Long texts are truncated."""
-    header = ascii_json(_Header(VERSION, record.seq, record.at, record.node))
-    body = ascii_json(record.event)
+    header = format_ascii_json(_Header(VERSION, record.seq, record.at, record.node))
+    body = format_ascii_json(record.event)
     if len(body) > MAX_TEXT:
         texts = {name: value for name, value in asdict(record.event).items() if isinstance(value, str)}
-        short = {name: truncate(text, max_event_chars(name)) for name, text in texts.items()}
-        body = ascii_json(replace(record.event, **short))
+        short = {name: truncate(text, max_event_base_chars(name)) for name, text in texts.items()}
+        body = format_ascii_json(replace(record.event, **short))
     return f"{header[:-1]},{body[1:]}"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from ripstop.model.event_base import MAX_TEXT, MAX_TRACEBACK, EventBase, RoundEndCause
+from ripstop.model.event_base import MAX_TEXT, MAX_TRACEBACK, EventBase, RoundEndCause, event_kind, max_event_base_chars
 from ripstop.model.field_types import Int64
 from ripstop.model.job_events import (
     BudgetCharged,
@@ -96,7 +96,7 @@ __all__ = [
     "WorkersStopping",
     "WorkersSucceeded",
     "event_kind",
-    "max_event_chars",
+    "max_event_base_chars",
 ]
 
 
@@ -387,12 +387,3 @@ class EventRecord(Struct, frozen=True):
 
 
 Sink = Callable[[EventRecord], None]
-
-
-def event_kind(event: Event) -> str:
-    return str(event.__struct_config__.tag)  # the event's name in files and in the API: `round_formed`
-
-
-def max_event_chars(field: str) -> int:
-    """How long a text in this field can be."""
-    return MAX_TRACEBACK if field == "traceback" else MAX_TEXT

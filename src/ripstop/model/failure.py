@@ -83,7 +83,7 @@ class JobEnd(Struct, frozen=True, forbid_unknown_fields=True):
     failures: Items[Failure] = ()
 
 
-def how_it_ended(failure: Failure) -> str:
+def failure_in_short(failure: Failure) -> str:
     """How a worker ended, in short."""
     if hang := failure.hang:
         return f"made no progress for {hang.seconds:.0f} s ({hang.sign})" if hang.sign else "did not hang itself"
@@ -92,7 +92,7 @@ def how_it_ended(failure: Failure) -> str:
     return "was not started" if failure.exitcode is None else f"exited with code {failure.exitcode}"
 
 
-def exit_reason(returncode: int) -> str:
+def exit_reason_of_failure(returncode: int) -> str:
     """The exit status in words, of a worker that ripstop did not stop."""
     if returncode >= 0:
         return f"exited with code {returncode}"

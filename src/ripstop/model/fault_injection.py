@@ -77,5 +77,5 @@ class Injection(Struct, frozen=True, forbid_unknown_fields=True):
     refused: bool = False
 
 
-def describe(kind: str, node: str, rank: int) -> str:
+def describe_fault_injection(kind: str, node: str, rank: int) -> str:
     return kind + (f" of rank {rank}" if rank >= 0 else "") + (f" on node {node}" if node else "")

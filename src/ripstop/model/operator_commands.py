@@ -1,7 +1,7 @@
 """Operator commands, and when a job rejects them.  Pure.
 
-Both the API and the coordinator's state machine check `rejection_reason`: the API to reply with the reason, the state
-machine because the job may have changed since.
+Both the API and the coordinator's state machine check `operator_command_rejection`: the API to reply with the reason,
+the state machine because the job may have changed since.
 """
 
 from msgspec import Struct
@@ -37,7 +37,7 @@ class StopJob(Struct, frozen=True):
 OperatorCommand = RestartRound | DrainNode | ScaleJob | StopJob
 
 
-def describe(command: OperatorCommand) -> str:
+def describe_operator_command(command: OperatorCommand) -> str:
     match command:
         case RestartRound():
             return "restart"
@@ -49,7 +49,7 @@ def describe(command: OperatorCommand) -> str:
             return "stop"
 
 
-def rejection_reason(command: OperatorCommand, job: JobStatus) -> str:
+def operator_command_rejection(command: OperatorCommand, job: JobStatus) -> str:
     """Why the job rejects the command; empty if it accepts it."""
     match command:
         case RestartRound() if job.phase is not Phase.RUNNING:
@@ -61,10 +61,10 @@ def rejection_reason(command: OperatorCommand, job: JobStatus) -> str:
             return f"the job runs on {span}, not on {nodes}; choose one of these, or start it with other --nnodes"
     if job.phase in (Phase.CLOSING, Phase.CLOSED):
         return f"the job is {job.phase} ({job.why}) and accepts no more commands; start it again"
-    return _drain_rejection_reason(command.node, job) if isinstance(command, DrainNode) else ""
+    return _operator_command_drain_rejection(command.node, job) if isinstance(command, DrainNode) else ""
 
 
-def _drain_rejection_reason(node: str, job: JobStatus) -> str:
+def _operator_command_drain_rejection(node: str, job: JobStatus) -> str:
     staying = sum(member.state is not NodeState.LEAVING and member.name != node for member in job.nodes)
     if staying >= job.min_nodes:
         return ""

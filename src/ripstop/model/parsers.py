@@ -96,7 +96,7 @@ def choice(name: str, text: str, known: type[Chosen]) -> Chosen:
     raise UsageError(f"{name}={text}: unknown value; write one of {', '.join(value.value for value in known)}")
 
 
-def node_range(name: str, text: str) -> tuple[int, int]:
+def parse_node_range(name: str, text: str) -> tuple[int, int]:
     """`N` or `MIN:MAX`."""
     parts = text.split(":")
     if len(parts) > 2:
@@ -112,7 +112,7 @@ def node_range(name: str, text: str) -> tuple[int, int]:
     return minimum, maximum
 
 
-def host(name: str, text: str) -> str:
+def parse_host(name: str, text: str) -> str:
     """A host name or address; brackets around an IPv6 address are removed."""
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if not bare or not all(c.isalnum() or c in "._:-%" for c in bare):
@@ -120,7 +120,7 @@ def host(name: str, text: str) -> str:
     return bare
 
 
-def address(name: str, text: str, *, default_port: int) -> Address:
+def parse_address(name: str, text: str, *, default_port: int) -> Address:
     """`host`, `host:port`, `[v6]`, `[v6]:port`, or a bare IPv6 address."""
     text = text.strip()
     if text.endswith("]") or (text.count(":") > 1 and not text.startswith("[")):
@@ -129,13 +129,13 @@ def address(name: str, text: str, *, default_port: int) -> Address:
         where, _, number = text.rpartition(":") if ":" in text else (text, "", "")
         if ":" in text and not number:
             raise UsageError(f"{name}={text}: no port after the colon; write {name}={where}:{default_port}")
-    return Address(host(name, where), port(f"{name} port", number, minimum=0) if number else default_port)
+    return Address(parse_host(name, where), port(f"{name} port", number, minimum=0) if number else default_port)
 
 
-def streams(name: str, text: str, slots: int) -> config.StreamMap:
+def parse_streams(name: str, text: str, slots: int) -> config.ConfiguredStreams:
     """`3` for every worker, or `0:1,1:2` for some."""
     if text in ("0", "1", "2", "3"):
-        return config.StreamMap(config.OutputStreams(int(text)))
+        return config.ConfiguredStreams(config.OutputStreams(int(text)))
     by_rank: dict[int, config.OutputStreams] = {}
     for part in text.split(","):
         rank, _, choice = part.partition(":")
@@ -149,10 +149,10 @@ def streams(name: str, text: str, slots: int) -> config.StreamMap:
         if int(rank) >= slots:
             raise UsageError(f"{name}={text}: names local rank {rank}; this node has 0 to {slots - 1}; leave it out")
         by_rank[int(rank)] = config.OutputStreams(int(choice))
-    return config.StreamMap(config.OutputStreams.NONE, tuple(sorted(by_rank.items())))
+    return config.ConfiguredStreams(config.OutputStreams.NONE, tuple(sorted(by_rank.items())))
 
 
-def local_ranks(name: str, text: str, slots: int) -> frozenset[int]:
+def parse_local_ranks(name: str, text: str, slots: int) -> frozenset[int]:
     """`0,2`: some of this node's workers."""
     remedy = f"this node's local ranks are 0 to {slots - 1}; write them like {name}=0,1"
     return frozenset(integer(name, part, minimum=0, maximum=slots - 1, remedy=remedy) for part in text.split(","))
@@ -166,7 +166,7 @@ def comma_separated(name: str, text: str) -> tuple[str, ...]:
     return found
 
 
-def signals(name: str, text: str) -> tuple[str, ...]:
+def parse_signals(name: str, text: str) -> tuple[str, ...]:
     """`SIGTERM,SIGUSR1`: signals that ask a process to stop."""
     from signal import Signals
 
@@ -179,7 +179,7 @@ def signals(name: str, text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def standby_workers(
+def parse_standby_workers(
     name: str, text: str, base: config.Standby, entry: config.Entrypoint, start: config.StartMethod, slots: int
 ) -> config.Standby:
     """`base` with the number of standbys from `auto`, `off` or a number."""
@@ -198,7 +198,7 @@ def standby_workers(
     return replace(base, count=count, auto=text == "auto") if count else config.Standby()
 
 
-def standby_until(name: str, text: str) -> config.StandbyUntil:
+def parse_standby_until(name: str, text: str) -> config.StandbyUntil:
     try:
         return config.StandbyUntil(text)
     except ValueError:
@@ -215,7 +215,7 @@ def identifier(name: str, text: str) -> str:
     return text
 
 
-def webhook_url(name: str, text: str) -> str:
+def parse_webhook_url(name: str, text: str) -> str:
     """An HTTP address.  Its path may be a secret, so errors show the host at most."""
     from urllib.parse import urlsplit  # rarely needed
 
@@ -251,20 +251,20 @@ def key_values(name: str, text: str) -> dict[str, str]:
     return found
 
 
-def read_file(path: str | Path) -> bytes:
+def read_file_for_parser(path: str | Path) -> bytes:
     """The contents of a file that the user names.  A file that is too large raises `OSError`."""
     with Path(path).open("rb") as file:
-        return read_bounded(file)
+        return read_bounded_for_parser(file)
 
 
-def read_bounded(file: BinaryIO) -> bytes:
+def read_bounded_for_parser(file: BinaryIO) -> bytes:
     data = file.read(MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:
         raise OSError(errno.EFBIG, f"it is larger than {MAX_FILE_BYTES >> 20} MiB")
     return data
 
 
-def pem_file(name: str, text: str) -> Path:
+def parse_pem_file(name: str, text: str) -> Path:
     """A readable file with certificates or a key.
 
     A pipe (`tls_key=<(command)`) is opened but not read, because it can be read only once.
@@ -272,13 +272,13 @@ def pem_file(name: str, text: str) -> Path:
     try:
         with Path(text).open("rb") as file:
             if file.seekable():
-                read_bounded(file)
+                read_bounded_for_parser(file)
     except OSError as error:
         raise UsageError(f"{name}={text}: cannot be read: {error.strerror}; name a PEM file you may read") from None
     return Path(text)
 
 
-def parse_job_secret(environ: Mapping[str, str]) -> tuple[str, list[str]]:
+def parse_secret_variables(environ: Mapping[str, str]) -> tuple[str, list[str]]:
     """The job's secret (empty: none), and notes about its file mode."""
     if "RIPSTOP_TOKEN" in environ and "RIPSTOP_TOKEN_FILE" in environ:
         raise UsageError("RIPSTOP_TOKEN and RIPSTOP_TOKEN_FILE are both set; a job has one secret: unset one of them")
@@ -290,7 +290,7 @@ def parse_job_secret(environ: Mapping[str, str]) -> tuple[str, list[str]]:
         return "", []
     path = Path(environ["RIPSTOP_TOKEN_FILE"])
     try:
-        token, mode = read_file(path).decode().strip(), path.stat().st_mode
+        token, mode = read_file_for_parser(path).decode().strip(), path.stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UsageError(f"RIPSTOP_TOKEN_FILE={path}: cannot be read: {why}; name a text file you may read") from None

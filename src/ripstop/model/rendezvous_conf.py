@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ripstop.model import config
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import address, byte_size, duration, integer, pem_file, port
+from ripstop.model.parsers import byte_size, duration, integer, parse_address, parse_pem_file, port
 from ripstop.model.round import RankBy
 
 TLS_CONF = frozenset({"tls_cert", "tls_key", "tls_ca"})
@@ -25,7 +25,9 @@ IGNORED_CONF = frozenset(  # torch's keys without effect here; `rank` is --node-
 )
 
 
-def timing(name: str, conf: Mapping[str, str], shutdown: float, inprocess: float) -> tuple[config.Timing, list[str]]:
+def rendezvous_conf_timing(
+    name: str, conf: Mapping[str, str], shutdown: float, inprocess: float
+) -> tuple[config.Timing, list[str]]:
     """The timeouts that `--rdzv-conf` sets, and notes about keys without effect.
 
     As with torch, an unknown key is not an error, and `join_timeout` overrides `timeout`.
@@ -34,7 +36,7 @@ def timing(name: str, conf: Mapping[str, str], shutdown: float, inprocess: float
         if "lease" in conf:
             raise UsageError(f"{name}: lease={conf['lease']} and {key}={conf[key]} set the same timeout; keep lease")
 
-    seconds = partial(_seconds, name, conf)
+    seconds = partial(_rendezvous_conf_seconds, name, conf)
     default = config.Timing()
     lease = seconds("lease", default.lease)
     if KEEP_ALIVE_CONF & conf.keys():
@@ -50,14 +52,16 @@ def timing(name: str, conf: Mapping[str, str], shutdown: float, inprocess: float
         shutdown=shutdown,
         inprocess=inprocess,
     )
-    return timeouts, [note for key in conf if (note := _note_if_ignored(name, key, conf))]
+    return timeouts, [note for key in conf if (note := _ignored_rendezvous_conf_note(name, key, conf))]
 
 
-def _seconds(name: str, conf: Mapping[str, str], key: str, default: float, *, positive: bool = True) -> float:
+def _rendezvous_conf_seconds(
+    name: str, conf: Mapping[str, str], key: str, default: float, *, positive: bool = True
+) -> float:
     return duration(f"{name} {key}", conf[key], positive=positive) if key in conf else default
 
 
-def _note_if_ignored(name: str, key: str, conf: Mapping[str, str]) -> str:
+def _ignored_rendezvous_conf_note(name: str, key: str, conf: Mapping[str, str]) -> str:
     """Why a key has no effect; empty if it has one."""
     if key == "timeout" and conf.get("join_timeout", conf[key]) != conf[key]:
         return f"{name} timeout={conf[key]} has no effect beside join_timeout={conf['join_timeout']}"
@@ -75,7 +79,7 @@ def _note_if_ignored(name: str, key: str, conf: Mapping[str, str]) -> str:
     return f"{name}: there is no {key}, so it has no effect" + (f"; did you mean {near[0]}?" if near else "")
 
 
-def health_limits(name: str, conf: Mapping[str, str]) -> config.HealthLimits:
+def rendezvous_conf_health_limits(name: str, conf: Mapping[str, str]) -> config.HealthLimits:
     """The node health limits in `--rdzv-conf`, without the user's own command."""
     default = config.HealthLimits()
     disk, skew = conf.get("min_disk"), conf.get("max_clock_skew")
@@ -85,17 +89,17 @@ def health_limits(name: str, conf: Mapping[str, str]) -> config.HealthLimits:
     )
 
 
-def quarantine(name: str, conf: Mapping[str, str]) -> config.QuarantineLimits:
+def rendezvous_conf_quarantine(name: str, conf: Mapping[str, str]) -> config.QuarantineLimits:
     default = config.QuarantineLimits()
     failures = conf.get("quarantine_failures", str(default.failures))
     return config.QuarantineLimits(
         failures=integer(f"{name} quarantine_failures", failures, minimum=0, maximum=1_000_000),
-        window=_seconds(name, conf, "quarantine_window", default.window),
-        cooldown=_seconds(name, conf, "quarantine_cooldown", default.cooldown),
+        window=_rendezvous_conf_seconds(name, conf, "quarantine_window", default.window),
+        cooldown=_rendezvous_conf_seconds(name, conf, "quarantine_cooldown", default.cooldown),
     )
 
 
-def target(name: str, conf: Mapping[str, str], min_nodes: int, max_nodes: int) -> int | None:
+def rendezvous_conf_target(name: str, conf: Mapping[str, str], min_nodes: int, max_nodes: int) -> int | None:
     """The initial number of nodes in `--rdzv-conf`; None: the maximum."""
     if "target" not in conf:
         return None
@@ -103,7 +107,7 @@ def target(name: str, conf: Mapping[str, str], min_nodes: int, max_nodes: int) -
     return integer(f"{name} target", conf["target"], minimum=min_nodes, maximum=max_nodes, remedy=remedy)
 
 
-def rank_by(name: str, conf: Mapping[str, str]) -> RankBy:
+def rendezvous_conf_rank_by(name: str, conf: Mapping[str, str]) -> RankBy:
     text = conf.get("rank_by", RankBy.JOIN.value)
     if text not in (known := [key.value for key in RankBy]):
         raise UsageError(f"{name} rank_by={text}: ranks cannot be sorted by this; write one of {', '.join(known)}")
@@ -123,7 +127,7 @@ ETCD_CONF = {  # torch's two etcd backends have different names for the same set
 }
 
 
-def etcd(
+def rendezvous_conf_etcd(
     name: str, text: str, conf_name: str, conf: Mapping[str, str], environ: Mapping[str, str]
 ) -> tuple[config.Etcd, dict[str, str]]:
     """`HOST[:PORT],…` with the etcd settings in `--rdzv-conf` and the environment, and the rest of `--rdzv-conf`."""
@@ -133,15 +137,15 @@ def etcd(
             if setting in settings:
                 raise UsageError(f"{conf_name}: {key} is given under two names; keep one of the two")
             settings[setting] = conf[key]
-    tls = _etcd_tls(name, text, conf_name, settings)
+    tls = _rendezvous_conf_etcd_tls(name, text, conf_name, settings)
     bare = [part.strip().removeprefix("http://").removeprefix("https://").rstrip("/") for part in text.split(",")]
     found = config.Etcd(
-        endpoints=tuple(dict.fromkeys(address(name, part, default_port=config.ETCD_PORT) for part in bare)),
+        endpoints=tuple(dict.fromkeys(parse_address(name, part, default_port=config.ETCD_PORT) for part in bare)),
         prefix="/" + settings.get("prefix", config.ETCD_PREFIX).strip("/"),
         tls=tls,
-        ca=_optional_pem_file(conf_name, "ca", settings),
-        cert=_optional_pem_file(conf_name, "cert", settings),
-        key=_optional_pem_file(conf_name, "key", settings),
+        ca=_rendezvous_conf_pem_file(conf_name, "ca", settings),
+        cert=_rendezvous_conf_pem_file(conf_name, "cert", settings),
+        key=_rendezvous_conf_pem_file(conf_name, "key", settings),
         user=environ.get("RIPSTOP_ETCD_USER", ""),
         password=environ.get("RIPSTOP_ETCD_PASSWORD", ""),
         port=port(f"{conf_name} coordinator_port", settings.get("port", "0"), minimum=0),
@@ -154,7 +158,7 @@ def etcd(
     return found, {key: value for key, value in conf.items() if key not in ETCD_CONF}
 
 
-def _etcd_tls(name: str, text: str, conf_name: str, settings: Mapping[str, str]) -> bool:
+def _rendezvous_conf_etcd_tls(name: str, text: str, conf_name: str, settings: Mapping[str, str]) -> bool:
     protocol = settings.get("protocol", "").lower()
     if protocol not in ("", "http", "https"):
         raise UsageError(f"{conf_name} protocol={protocol}: etcd uses http or https; write one of the two")
@@ -168,18 +172,18 @@ def _etcd_tls(name: str, text: str, conf_name: str, settings: Mapping[str, str])
     return bool(files) or "https" in schemes
 
 
-def _optional_pem_file(name: str, key: str, settings: Mapping[str, str]) -> Path | None:
-    return pem_file(f"{name} {key}", settings[key]) if key in settings else None
+def _rendezvous_conf_pem_file(name: str, key: str, settings: Mapping[str, str]) -> Path | None:
+    return parse_pem_file(f"{name} {key}", settings[key]) if key in settings else None
 
 
-def tls(name: str, conf: Mapping[str, str]) -> tuple[config.Tls | None, list[str]]:
+def rendezvous_conf_tls(name: str, conf: Mapping[str, str]) -> tuple[config.Tls | None, list[str]]:
     """The certificates that `--rdzv-conf` names, and notes about their file modes."""
     if not TLS_CONF & conf.keys():
         return None, []
     for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
         if one in conf and other not in conf:
             raise UsageError(f"{name} {one}={conf[one]}: a certificate and its key go together; add {other}=FILE")
-    ca, cert, key = (_optional_pem_file(name, setting, conf) for setting in ("tls_ca", "tls_cert", "tls_key"))
+    ca, cert, key = (_rendezvous_conf_pem_file(name, setting, conf) for setting in ("tls_ca", "tls_cert", "tls_key"))
     notes = []
     if key is not None and key.stat().st_mode & 0o004:
         notes.append(f"{name} tls_key={key}: everyone can read it; chmod 600 {key}")

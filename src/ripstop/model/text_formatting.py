@@ -15,7 +15,7 @@ _VISIBLE_CONTROLS = {code: "?" for code in (*range(32), *range(127, 160)) if cod
 MAX_DURATION_S = 1e12  # more is no duration: a broken clock, or a number of another program
 
 
-def clean(text: str) -> str:
+def format_clean_text(text: str) -> str:
     """Remove colours and control characters, and replace lone surrogates.  A carriage return becomes a new line."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     return without_surrogates(re.sub(_CONTROLS, "", re.sub(_ESCAPES, "", text)))
@@ -55,11 +55,11 @@ def truncate_middle(text: str, max_bytes: int) -> str:
 def truncate_columns(text: str, width: int) -> str:
     """The beginning of a text on one line, in at most `width` columns."""
     text = one_line(" ".join(text.split()))
-    if sum(map(_columns, text)) <= width:
+    if sum(map(_columns_of_formatted_text, text)) <= width:
         return text
     used = 1  # for the ellipsis
     for end, character in enumerate(text):
-        used += _columns(character)
+        used += _columns_of_formatted_text(character)
         if used > width:
             return f"{text[:end]}…"
     return text
@@ -72,12 +72,12 @@ def wrapped_lines(text: str, width: int) -> list[str]:
     return wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
 
 
-def _columns(character: str) -> int:
+def _columns_of_formatted_text(character: str) -> int:
     """At least the columns that a terminal uses for this character; wide ones begin at U+1100."""
     return 2 if character >= "\u1100" and character not in "…–’" else 1
 
 
-def ascii_json(value: Any) -> str:
+def format_ascii_json(value: Any) -> str:
     """Encode as compact JSON in ASCII.  Lone surrogates are replaced; NaN and infinity become null."""
     try:
         data = msgspec.json.encode(value, enc_hook=str)
@@ -125,7 +125,7 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
-def elapsed(seconds: float) -> str:
+def format_elapsed(seconds: float) -> str:
     """`8 s`, `3 min 20 s`, `1 h 12 min`."""
     return duration(int(seconds)) if seconds >= 10 else f"{int(seconds)} s"
 
@@ -141,7 +141,7 @@ def percent(share: float) -> str:
 
 def rank_list(ranks: Sequence[int]) -> str:
     """`rank 3`, or `ranks 0,1,4-7`, from sorted numbers."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranges(ranks)}"
 
 
 def is_or_are(ranks: Sequence[int]) -> str:
@@ -149,19 +149,19 @@ def is_or_are(ranks: Sequence[int]) -> str:
     return "is" if len(ranks) == 1 else "are"
 
 
-def ranges(ranks: Sequence[int]) -> str:
+def format_ranges(ranks: Sequence[int]) -> str:
     """`0,1,4-7`, from sorted numbers."""
-    runs = consecutive(ranks)
+    runs = consecutive_numbers_to_format(ranks)
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
 
 
-def cpu_ranges(numbers: Iterable[int]) -> str:
+def format_cpu_ranges(numbers: Iterable[int]) -> str:
     """`0-2,4`, as the kernel writes processors and NUMA nodes; `none` for no number."""
-    runs = consecutive(sorted(numbers))
+    runs = consecutive_numbers_to_format(sorted(numbers))
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
 
 
-def consecutive(numbers: Sequence[int]) -> list[list[int]]:
+def consecutive_numbers_to_format(numbers: Sequence[int]) -> list[list[int]]:
     """Sorted numbers, divided into runs without gaps."""
     runs: list[list[int]] = []
     for number in numbers:

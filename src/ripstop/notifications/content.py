@@ -13,10 +13,10 @@ from ripstop.diagnostics.evidence_events import evidence_from_event
 from ripstop.diagnostics.failure_ranking import root_cause
 from ripstop.model import events
 from ripstop.model.events import EventRecord, RoundEndCause
-from ripstop.model.failure import Failure, how_it_ended
+from ripstop.model.failure import Failure, failure_in_short
 from ripstop.model.redaction import without_secrets
 from ripstop.model.round import Outcome
-from ripstop.model.text_formatting import clean, duration, truncate
+from ripstop.model.text_formatting import duration, format_clean_text, truncate
 
 MAX_FAILURES = 64  # of a round that are kept to find the root cause
 MAX_WHY = 500
@@ -93,14 +93,20 @@ class NotificationContentWriter:
         if failure is None:
             return ""
         message = failure.message.split("\n", 1)[0]
-        return f"rank {failure.rank} on {failure.host}: {message or how_it_ended(failure)}"
+        return f"rank {failure.rank} on {failure.host}: {message or failure_in_short(failure)}"
 
     def _message(self, record: EventRecord, kind: NotificationKind, what: str, why: str) -> Notification:
-        why = truncate(without_secrets(clean(why)), MAX_WHY)
+        why = truncate(without_secrets(format_clean_text(why)), MAX_WHY)
         after = duration(record.at - self._began) if self._began is not None else "0"
         text = f"{ICONS[kind]} ripstop job {self._run_id} {what} after {after} (round {self._round}): {why}"
         return Notification(
-            for_slack(clean(text)), kind, clean(self._run_id), why, self._round, self._restarts, record.at
+            for_slack(format_clean_text(text)),
+            kind,
+            format_clean_text(self._run_id),
+            why,
+            self._round,
+            self._restarts,
+            record.at,
         )
 
 

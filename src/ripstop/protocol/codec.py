@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ripstop.model.errors import ProtocolError
 from ripstop.model.failure import Failure
-from ripstop.model.text_formatting import ascii_json, truncate
+from ripstop.model.text_formatting import format_ascii_json, truncate
 from ripstop.protocol.messages import VERSION, Closed, Failed, Inspected, Join, Message, Stopped
 
 MAX_FRAME_BYTES = 256 * 1024  # frames are ASCII, so this is also the number of characters
@@ -59,7 +59,7 @@ def _fewer_failures_to_encode(failures: tuple[Failure, ...]) -> tuple[Failure, .
 
 
 def _encode(message: Message) -> str:
-    text = ascii_json(message)
+    text = format_ascii_json(message)
     if "null" in text:  # msgspec encodes NaN and infinity as null, which the decoder rejects
         try:
             _message_decoder((type(message),)).decode(text)

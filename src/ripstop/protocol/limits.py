@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from ripstop.model.config import MAX_SLOTS
-from ripstop.model.events import EventRecord, max_event_chars
+from ripstop.model.events import EventRecord, max_event_base_chars
 from ripstop.model.failure import MAX_STANDINGS
 from ripstop.model.round import Node, Place
 from ripstop.model.text_formatting import truncate, without_surrogates
@@ -93,7 +93,7 @@ def event_record_within_limits(record: EventRecord) -> EventRecord:
 def _event_field_within_limits(name: str, value: Any) -> Any:
     match value:
         case str():
-            return truncate(value, max_event_chars(name))
+            return truncate(value, max_event_base_chars(name))
         case (str(), *_):
             return tuple(truncate(text, MAX_NAME) for text in value[:MAX_EVENT_ITEMS])
         case tuple():

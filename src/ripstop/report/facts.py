@@ -220,7 +220,7 @@ class Facts:
         self._act(record.at, "operator", f"{event.action} by {event.by}: {event.result}")
 
     def _on_fault_injected(self, record: EventRecord, event: events.FaultInjected) -> None:
-        self._act(record.at, "injected", fault_injection.describe(event.fault, record.node, event.rank))
+        self._act(record.at, "injected", fault_injection.describe_fault_injection(event.fault, record.node, event.rank))
 
     def _act(self, at: float, kind: str, text: str) -> None:
         self.action_count += 1

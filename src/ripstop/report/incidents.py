@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from ripstop.diagnostics.failure_ranking import rank_failures
 from ripstop.diagnostics.failure_report import failure_report_log_tail
 from ripstop.model.events import HangDiagnosed, RoundEndCause
-from ripstop.model.failure import how_it_ended
+from ripstop.model.failure import failure_in_short
 from ripstop.model.text_formatting import rank_list, truncate
 from ripstop.report.facts import PLANNED, Facts, FailedWorkerFacts, RoundFacts
 from ripstop.report.model import Incident, JobResult, RoundReport, WorkerReport
@@ -99,7 +99,7 @@ def _incident_worker(facts: Facts, worker: FailedWorkerFacts, round: int) -> Wor
         node=worker.node,
         host=failure.host or (node.host if node else ""),
         at=failure.at,
-        how=how_it_ended(failure) if evidence else "failed",
+        how=failure_in_short(failure) if evidence else "failed",
         message=truncate(failure.message, MAX_MESSAGE),
         pid=failure.pid,
         local_rank=failure.local_rank if evidence else None,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ripstop.model.config import COORDINATOR_PORT, MAX_NODES
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import host, integer
+from ripstop.model.parsers import integer, parse_host
 from ripstop.model.round import Address
 from ripstop.starters.start import Start
 
@@ -21,7 +21,7 @@ def read_aws_batch(environ: Mapping[str, str], hostname: str) -> Start:
     remedy = f"{PREFIX}NUM_NODES={nodes} allows 0 to {nodes - 1}; do not set {PREFIX} variables"
     index = integer(*_batch_variable(environ, "NODE_INDEX"), minimum=0, maximum=nodes - 1, remedy=remedy)
     main = integer(*_batch_variable(environ, "MAIN_NODE_INDEX"), minimum=0, maximum=nodes - 1, remedy=remedy)
-    address = hostname if index == main else host(*_batch_variable(environ, "MAIN_NODE_PRIVATE_IPV4_ADDRESS"))
+    address = hostname if index == main else parse_host(*_batch_variable(environ, "MAIN_NODE_PRIVATE_IPV4_ADDRESS"))
     attempt = integer(f"{PREFIX}ATTEMPT", environ.get(f"{PREFIX}ATTEMPT") or "1", minimum=1, maximum=MAX_ATTEMPTS)
     return Start(
         starter="AWS Batch",

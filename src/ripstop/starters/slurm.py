@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from ripstop.model.config import MAX_NODES, MAX_SLOTS
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import host, integer
+from ripstop.model.parsers import integer, parse_host
 from ripstop.model.round import Address
 from ripstop.starters.node_list import expand_node_list
 from ripstop.starters.start import Start
@@ -67,7 +67,7 @@ def read_slurm(environ: Mapping[str, str], hostname: str) -> Start:
         run_id=f"{job}.{step}",
         nodes=len(nodes),
         node_number=node_number,
-        endpoint=Address(host(name, nodes[0]), _slurm_coordinator_port(environ, job, step)),
+        endpoint=Address(parse_host(name, nodes[0]), _slurm_coordinator_port(environ, job, step)),
         gpus=_optional_slurm_number(environ, "SLURM_GPUS_ON_NODE", MAX_SLOTS),
         earlier_restarts=requeues,
         key_context=f"slurm {environ.get('SLURM_CLUSTER_NAME', '')} {job}.{step} {requeues}",

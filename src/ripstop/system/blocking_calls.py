@@ -31,7 +31,7 @@ def start_daemon_thread(function: Callable[[], T], name: str) -> asyncio.Future[
 
     def run() -> None:
         try:
-            report = partial(settle, future, function())
+            report = partial(settle_blocking_call, future, function())
         except Exception as error:
             report = partial(_settle_with_error, future, error)
         with suppress(RuntimeError):  # the loop is closed
@@ -41,7 +41,7 @@ def start_daemon_thread(function: Callable[[], T], name: str) -> asyncio.Future[
     return future
 
 
-def settle(future: asyncio.Future[T], value: T) -> None:
+def settle_blocking_call(future: asyncio.Future[T], value: T) -> None:
     """Set the result, unless the future is done or cancelled."""
     if not future.done():
         future.set_result(value)

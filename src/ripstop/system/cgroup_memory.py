@@ -95,27 +95,30 @@ def memory_cgroup_path(text: str) -> tuple[int, str]:
 
 def machine_oom_kills(root: Path = ROOT) -> int | None:
     """The processes that the OOM killer has killed on the whole machine."""
-    return _counted(root / "proc/vmstat", "oom_kill")
+    return _cgroup_memory_counter(root / "proc/vmstat", "oom_kill")
 
 
 def _read(group: Path, files: _Files) -> MemoryCgroup:
-    limit, used = _number(_cgroup_text(group / files.limit)), _number(_cgroup_text(group / files.used))
+    limit, used = (
+        _cgroup_memory_number(_cgroup_text(group / files.limit)),
+        _cgroup_memory_number(_cgroup_text(group / files.used)),
+    )
     if used is not None:
-        used -= _counted(group / "memory.stat", files.reclaimable) or 0
+        used -= _cgroup_memory_counter(group / "memory.stat", files.reclaimable) or 0
     return MemoryCgroup(
         limit=limit if limit is not None and limit < _NO_LIMIT else None,
         used=used,
-        peak=_number(_cgroup_text(group / files.peak)),
-        oom_kills=_counted(group / files.oom_kills, "oom_kill"),
+        peak=_cgroup_memory_number(_cgroup_text(group / files.peak)),
+        oom_kills=_cgroup_memory_counter(group / files.oom_kills, "oom_kill"),
     )
 
 
-def _counted(file: Path, name: str) -> int | None:
+def _cgroup_memory_counter(file: Path, name: str) -> int | None:
     """The value of a `name value` line."""
     for line in _cgroup_text(file).splitlines():
         match line.split():
             case [key, value] if key == name:
-                return _number(value)
+                return _cgroup_memory_number(value)
     return None
 
 
@@ -127,5 +130,5 @@ def _cgroup_text(file: Path) -> str:
         return ""
 
 
-def _number(text: str) -> int | None:
+def _cgroup_memory_number(text: str) -> int | None:
     return int(text) if text.strip().isdecimal() else None

@@ -48,9 +48,9 @@ class DescriptorReserve:
         spare: list[int] = []
         try:
             while len(self._held) < RESERVED_DESCRIPTORS:
-                self._held.append(_open_descriptor())
+                self._held.append(_open_reserve_descriptor())
             while len(spare) < MIN_FREE_DESCRIPTORS:
-                spare.append(_open_descriptor())
+                spare.append(_open_reserve_descriptor())
         finally:
             for descriptor in spare:
                 os.close(descriptor)
@@ -79,5 +79,5 @@ def _descriptor_remedy(error: OSError) -> str:
     return f"the limit is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}; raise it (ulimit -n)"
 
 
-def _open_descriptor() -> int:
+def _open_reserve_descriptor() -> int:
     return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

@@ -16,7 +16,7 @@ def free_disk_space(fd: int, start: int, end: int) -> int:
     end -= end % _PUNCH_BYTES
     if end <= start:
         return start
-    _fallocate(fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, start, end - start)
+    _fallocate_disk_space(fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, start, end - start)
     return end  # on a file system without holes, nothing is freed
 
 
@@ -25,7 +25,7 @@ def reserve_disk_space(fd: int, start: int, end: int) -> bool:
 
     On a file system without allocation, the free space that it reports decides.
     """
-    error = _fallocate(fd, _FALLOC_FL_KEEP_SIZE, start, end - start)
+    error = _fallocate_disk_space(fd, _FALLOC_FL_KEEP_SIZE, start, end - start)
     if error in (errno.EOPNOTSUPP, errno.ENOSYS):
         return not is_disk_full(fd)
     return error not in DISK_FULL_ERRORS
@@ -45,7 +45,7 @@ def release_reserved_space(fd: int, size: int) -> None:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError:
         hole = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
-        _fallocate(fd, hole, os.fstat(fd).st_size + _APPEND_MARGIN_BYTES, size)
+        _fallocate_disk_space(fd, hole, os.fstat(fd).st_size + _APPEND_MARGIN_BYTES, size)
         return
     try:
         os.ftruncate(fd, os.fstat(fd).st_size)
@@ -62,7 +62,7 @@ def is_disk_full(where: "int | str | os.PathLike[str]") -> bool:
     return found.f_blocks > 0 and found.f_bavail * found.f_frsize < _PAGE_BYTES
 
 
-def _fallocate(fd: int, mode: int, start: int, size: int) -> int:
+def _fallocate_disk_space(fd: int, mode: int, start: int, size: int) -> int:
     """Return the errno; 0 for success."""
     import ctypes
 

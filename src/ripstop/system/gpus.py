@@ -101,7 +101,7 @@ def _nvml_text(value: str | bytes) -> str:
 
 def list_gpus(sys: Path = SYS, proc: Path = PROC_GPUS) -> list[GpuDevice]:
     """From NVML, or from the driver (all, or those of this container), or all on the PCI bus."""
-    return _from_nvml() or _from_driver(proc) or _from_pci(sys)
+    return _gpus_from_nvml() or _gpus_from_driver(proc) or _gpus_from_pci(sys)
 
 
 def visible_to_cuda(choice: str | None, gpus: Sequence[GpuDevice]) -> list[GpuDevice]:
@@ -120,7 +120,7 @@ def visible_to_cuda(choice: str | None, gpus: Sequence[GpuDevice]) -> list[GpuDe
     return chosen
 
 
-def _from_nvml() -> list[GpuDevice]:
+def _gpus_from_nvml() -> list[GpuDevice]:
     try:
         with open_nvml() as nvml:
             handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
@@ -142,21 +142,21 @@ def _sysfs_address(pci: str) -> str:
     return f"{int(domain, 16):04x}:{rest}"
 
 
-def _from_driver(proc: Path) -> list[GpuDevice]:
+def _gpus_from_driver(proc: Path) -> list[GpuDevice]:
     try:
         texts = {home.name: (home / "information").read_text(encoding="utf-8") for home in sorted(proc.iterdir())}
     except OSError:
         return []
-    return [_described(pci, text) for pci, text in texts.items()]
+    return [_gpu_from_driver(pci, text) for pci, text in texts.items()]
 
 
-def _described(pci: str, information: str) -> GpuDevice:
+def _gpu_from_driver(pci: str, information: str) -> GpuDevice:
     parts = (line.partition(":") for line in information.splitlines())
     fields = {key.strip(): value.strip() for key, _, value in parts}
     return GpuDevice(pci, fields.get("Model", ""), (fields.get("GPU UUID", ""),))
 
 
-def _from_pci(sys: Path) -> list[GpuDevice]:
+def _gpus_from_pci(sys: Path) -> list[GpuDevice]:
     return [
         GpuDevice(home.name)
         for home in sorted(sys.glob("bus/pci/devices/*"))
@@ -221,13 +221,13 @@ def _count_by_nvidia_smi() -> int | None:
 # usage ---------------------------------------------------------------------------------------------------------------
 
 
-def read_usage(nvml: ModuleType) -> tuple[GpuSample, ...]:
+def read_gpu_usage(nvml: ModuleType) -> tuple[GpuSample, ...]:
     """All GPUs that NVML can access."""
-    samples = (_usage(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+    samples = (_gpu_usage(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
     return tuple(sample for sample in samples if sample is not None)
 
 
-def _usage(nvml: ModuleType, index: int) -> GpuSample | None:
+def _gpu_usage(nvml: ModuleType, index: int) -> GpuSample | None:
     def read(function: Callable[..., Any], *arguments: Any) -> Any:
         """None for a value that the GPU does not support."""
         with suppress(nvml.NVMLError):
@@ -262,7 +262,7 @@ def _throttled(reasons: int) -> tuple[str, ...]:
     return tuple(name for bit, name in THROTTLE_REASONS.items() if reasons & bit)
 
 
-def free_memory(visible: str | None, index: int) -> int | None:
+def free_gpu_memory(visible: str | None, index: int) -> int | None:
     """Free bytes of the GPU with this index among those that CUDA_VISIBLE_DEVICES selects; None if unknown."""
     try:
         with open_nvml() as nvml:
@@ -279,7 +279,7 @@ def free_memory(visible: str | None, index: int) -> int | None:
 # health: NVML has no query for Xid errors.  Some appear as a lost GPU or as a memory row that needs replacement -------
 
 
-def read_health(visible: str | None) -> tuple[GpuHealth, ...]:
+def read_gpu_health(visible: str | None) -> tuple[GpuHealth, ...]:
     """The GPUs that CUDA_VISIBLE_DEVICES selects; none if NVML is missing."""
     if visible is not None and not visible.strip():
         return ()
@@ -291,20 +291,20 @@ def read_health(visible: str | None) -> tuple[GpuHealth, ...]:
 
 
 def health_of_visible(nvml: ModuleType, visible: str | None) -> tuple[GpuHealth, ...]:
-    found = [_health(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+    found = [_gpu_health(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
     devices = [GpuDevice(str(gpu.index), uuids=uuids) for gpu, uuids in found]
     chosen = {int(device.pci) for device in visible_to_cuda(visible, devices)}
     return tuple(gpu for gpu, _ in found if gpu.index in chosen)
 
 
-def _health(nvml: ModuleType, index: int) -> tuple[GpuHealth, tuple[str, ...]]:
+def _gpu_health(nvml: ModuleType, index: int) -> tuple[GpuHealth, tuple[str, ...]]:
     """The health of one GPU, and its UUIDs.  A value that NVML does not support is no error."""
     uuids: tuple[str, ...] = ()
     problem = ""
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         uuids = _uuids(nvml, handle)
-        problem = _memory_problem(nvml, handle)
+        problem = _gpu_memory_problem(nvml, handle)
     except (nvml.NVMLError_GpuIsLost, nvml.NVMLError_ResetRequired, nvml.NVMLError_Unknown) as error:
         problem = f"NVML reports: {error}; reset the GPU, or restart the machine"
     except nvml.NVMLError:
@@ -312,7 +312,7 @@ def _health(nvml: ModuleType, index: int) -> tuple[GpuHealth, tuple[str, ...]]:
     return GpuHealth(index, uuids[0] if uuids else "", problem), uuids
 
 
-def _memory_problem(nvml: ModuleType, handle: object) -> str:
+def _gpu_memory_problem(nvml: ModuleType, handle: object) -> str:
     """GPUs since A100 replace bad memory rows.  Older ones only count ECC errors since the last reset."""
     try:
         _, _, pending, failed = nvml.nvmlDeviceGetRemappedRows(handle)

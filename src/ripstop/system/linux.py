@@ -110,7 +110,7 @@ def exit_with_parent(parent: int) -> Callable[[], None]:
     return set_signal_or_exit
 
 
-def memory_policy_syscall() -> int | None:
+def linux_memory_policy_syscall() -> int | None:
     """The number of the set_mempolicy system call; None where it is not permitted (most containers)."""
     import ctypes
 
@@ -122,9 +122,9 @@ def memory_policy_syscall() -> int | None:
     return number if ctypes.get_errno() == errno.EINVAL else None
 
 
-def read_process(pid: int) -> LinuxProcess | None:
+def read_linux_process(pid: int) -> LinuxProcess | None:
     fields = stat_fields(pid)
-    return None if fields is None else _process(pid, fields)
+    return None if fields is None else _linux_process(pid, fields)
 
 
 def stat_fields(pid: int) -> list[bytes] | None:
@@ -140,26 +140,26 @@ def stat_fields(pid: int) -> list[bytes] | None:
     return fields if len(fields) > _RESIDENT else None
 
 
-def _process(pid: int, fields: list[bytes]) -> LinuxProcess:
+def _linux_process(pid: int, fields: list[bytes]) -> LinuxProcess:
     name, state = fields[_NAME].decode(errors="replace"), fields[_STATE].decode()
     return LinuxProcess(pid, name, state, int(fields[_PARENT]), int(fields[_SESSION]))
 
 
-def processes() -> Iterator[LinuxProcess]:
+def linux_processes() -> Iterator[LinuxProcess]:
     """All processes of this machine."""
-    return (_process(pid, fields) for pid, fields in _all_fields())
+    return (_linux_process(pid, fields) for pid, fields in _linux_process_fields())
 
 
-def _all_fields() -> Iterator[tuple[int, list[bytes]]]:
+def _linux_process_fields() -> Iterator[tuple[int, list[bytes]]]:
     for name in os.listdir("/proc"):
         if name.isdecimal() and (fields := stat_fields(int(name))) is not None:
             yield int(name), fields
 
 
-def has_processes(sessions: Container[int]) -> bool:
+def has_linux_processes(sessions: Container[int]) -> bool:
     """Whether any process, zombies included, is in one of these sessions.
 
-    It only calls getsid, about 1 µs for each process on the machine; `processes` opens a file for each.
+    It only calls getsid, about 1 µs for each process on the machine; `linux_processes` opens a file for each.
     """
     for name in os.listdir("/proc"):
         with suppress(OSError):  # it has ended
@@ -177,8 +177,8 @@ def children() -> list[LinuxProcess]:
             with open(f"/proc/self/task/{thread}/children", "rb", buffering=0) as file:
                 pids.update(map(int, file.read(1 << 20).split()))
     except OSError:  # a kernel without CONFIG_PROC_CHILDREN, or a thread that has just ended
-        return [process for process in processes() if process.parent == me]
-    return [process for pid in pids if (process := read_process(pid)) is not None and process.parent == me]
+        return [process for process in linux_processes() if process.parent == me]
+    return [process for pid in pids if (process := read_linux_process(pid)) is not None and process.parent == me]
 
 
 class Usage(Struct):
@@ -195,7 +195,7 @@ class Usage(Struct):
 def usage_of_sessions(sessions: Iterable[int]) -> dict[int, Usage]:
     """By session; without sessions that have no live process."""
     found = {session: Usage() for session in sessions}
-    for pid, fields in _all_fields():
+    for pid, fields in _linux_process_fields():
         used = found.get(int(fields[_SESSION]))
         if used is not None and fields[_STATE] not in b"ZX":
             used.cpu += sum(map(int, fields[_TIMES])) * _TICK_S
@@ -224,12 +224,12 @@ def usable_cpu_count() -> int:
     return os.cpu_count() or 1
 
 
-def system_load() -> float:
+def linux_system_load() -> float:
     """Processes that run or wait for a CPU or a disk, per CPU, in the last minute."""
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
-def stolen_time() -> float | None:
+def linux_stolen_time() -> float | None:
     """Seconds since the start of the machine in which a CPU had work and the hypervisor ran others; None: unknown."""
     try:
         with open("/proc/stat", "rb", buffering=0) as file:
@@ -239,7 +239,7 @@ def stolen_time() -> float | None:
         return None
 
 
-def own_memory() -> int:
+def own_linux_memory() -> int:
     """Resident bytes of this process."""
     with open("/proc/self/statm", "rb", buffering=0) as file:
         return int(file.read(256).split()[1]) * _PAGE_BYTES

@@ -16,7 +16,7 @@ from stat import S_ISFIFO, S_ISSOCK
 
 from ripstop.model.text_formatting import truncate_columns
 from ripstop.system.background_writer import BackgroundWriter
-from ripstop.system.blocking_calls import settle
+from ripstop.system.blocking_calls import settle_blocking_call
 from ripstop.system.stderr_terminal import DIM, RESET, is_terminal, terminal_width, write_stderr
 
 HIDE_TIMEOUT_S = 1.0  # for a stopped terminal
@@ -56,7 +56,7 @@ class LiveLine:
         self._text = ""
         loop = asyncio.get_running_loop()
         erased: asyncio.Future[None] = loop.create_future()
-        self._on_drawn.append(lambda: loop.call_soon_threadsafe(settle, erased, None))
+        self._on_drawn.append(lambda: loop.call_soon_threadsafe(settle_blocking_call, erased, None))
         self._request()
         await asyncio.wait([erased], timeout=HIDE_TIMEOUT_S)
 
@@ -106,7 +106,7 @@ class LiveLine:
         return ERASE if self._is_drawn else b" " * terminal_width() + ERASE
 
     def _drawing(self) -> bytes:
-        text = self._text if _is_foreground() else ""
+        text = self._text if _is_live_line_in_foreground() else ""
         self._is_drawn = bool(text)
         if not text:
             return b""
@@ -114,7 +114,7 @@ class LiveLine:
         return (f"{DIM}{line}{RESET}" if self._colors else line).encode("utf-8", "replace")
 
 
-def _is_foreground() -> bool:
+def _is_live_line_in_foreground() -> bool:
     try:
         return os.tcgetpgrp(2) == os.getpgrp()
     except OSError:  # not the terminal of this session: no shell uses it

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from ripstop.model.config import Binding, Numa
 from ripstop.model.errors import UsageError
-from ripstop.model.text_formatting import cpu_ranges
+from ripstop.model.text_formatting import format_cpu_ranges
 
 
 class Cpu(Struct, frozen=True):
@@ -54,8 +54,8 @@ def _binding(option: str, mode: Numa, topology: Topology, gpu_nodes: Sequence[in
     if not near:
         raise UsageError(
             f"{option}: GPU {gpu} is on NUMA node {node}, which has no processor that may be used here "
-            f"(allowed are {cpu_ranges(cpu.number for cpu in topology.cpus)}, on nodes "
-            f"{cpu_ranges({cpu.node for cpu in topology.cpus})}); allow some of node {node}, "
+            f"(allowed are {format_cpu_ranges(cpu.number for cpu in topology.cpus)}, on nodes "
+            f"{format_cpu_ranges({cpu.node for cpu in topology.cpus})}); allow some of node {node}, "
             "or omit the NUMA binding"
         )
     gpus = [other for other, its_node in enumerate(gpu_nodes) if its_node == node]
@@ -66,14 +66,14 @@ def _binding(option: str, mode: Numa, topology: Topology, gpu_nodes: Sequence[in
             socket = min(near, key=lambda cpu: cpu.number).socket
             chosen = [cpu for cpu in topology.cpus if cpu.socket == socket]
         case Numa.EXCLUSIVE:
-            chosen = _share(option, near, gpus, gpu)
+            chosen = _numa_binding_share(option, near, gpus, gpu)
         case Numa.CORE_COMPLEX:
-            chosen = _complex(near, gpus.index(gpu))
+            chosen = _numa_binding_complex(near, gpus.index(gpu))
     numbers = tuple(sorted(cpu.number for cpu in chosen))
     return Binding(numbers, node if node in topology.memory else None)
 
 
-def _share(option: str, near: Sequence[Cpu], gpus: Sequence[int], gpu: int) -> list[Cpu]:
+def _numa_binding_share(option: str, near: Sequence[Cpu], gpus: Sequence[int], gpu: int) -> list[Cpu]:
     """The cores of a node, divided among its GPUs into contiguous parts."""
     cores = sorted({cpu.core for cpu in near})
     each, left = divmod(len(cores), len(gpus))
@@ -88,7 +88,7 @@ def _share(option: str, near: Sequence[Cpu], gpus: Sequence[int], gpu: int) -> l
     return [cpu for cpu in near if cpu.core in mine]
 
 
-def _complex(near: Sequence[Cpu], place: int) -> list[Cpu]:
+def _numa_binding_complex(near: Sequence[Cpu], place: int) -> list[Cpu]:
     """One cache's processors, the largest groups first; with more GPUs than groups, groups are reused."""
     groups: dict[int, list[Cpu]] = {}
     for cpu in near:

@@ -21,9 +21,9 @@ class GpuNumaNodes(Struct, frozen=True):
 def read_topology(sys: Path = SYS, allowed: frozenset[int] | None = None) -> Topology:
     """This machine; `allowed` are the processors to use (None: those that this process may use)."""
     may_use = frozenset(os.sched_getaffinity(0)) if allowed is None else allowed
-    node_of = _nodes(sys)
+    node_of = _numa_topology_nodes(sys)
     try:
-        cpus = [_cpu(sys, number, node_of.get(number, 0)) for number in sorted(may_use)]
+        cpus = [_numa_topology_cpu(sys, number, node_of.get(number, 0)) for number in sorted(may_use)]
     except (OSError, ValueError) as error:
         raise UsageError(
             f"the processors' topology cannot be read from {sys}: {error}; omit the NUMA binding"
@@ -40,7 +40,7 @@ def gpu_numa_nodes(environ: Mapping[str, str], sys: Path = SYS, proc: Path = PRO
     seen = visible_to_cuda(environ.get("CUDA_VISIBLE_DEVICES"), gpus)
     nodes = [_gpu_node(sys, gpu) for gpu in seen]
     notes = []
-    if None in nodes and len(set(_nodes(sys).values())) > 1:
+    if None in nodes and len(set(_numa_topology_nodes(sys).values())) > 1:
         unknown = ", ".join(gpu.pci for gpu, node in zip(seen, nodes, strict=True) if node is None)
         notes.append(f"the kernel reports no NUMA node for GPU {unknown}: using 0")
     if len({gpu.model for gpu in gpus}) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
@@ -48,33 +48,38 @@ def gpu_numa_nodes(environ: Mapping[str, str], sys: Path = SYS, proc: Path = PRO
     return GpuNumaNodes(tuple(node or 0 for node in nodes), "; ".join(notes))
 
 
-def _cpu(sys: Path, number: int, node: int) -> Cpu:
+def _numa_topology_cpu(sys: Path, number: int, node: int) -> Cpu:
     home = sys / f"devices/system/cpu/cpu{number}"
-    core = min(parse_cpu_ranges(_read(home / "topology/thread_siblings_list")))
-    socket = max(int(_read(home / "topology/physical_package_id")), 0)
-    return Cpu(number, core, _last_cache(home, number), node, socket)
+    core = min(parse_cpu_ranges(_read_numa_topology(home / "topology/thread_siblings_list")))
+    socket = max(int(_read_numa_topology(home / "topology/physical_package_id")), 0)
+    return Cpu(number, core, _numa_topology_last_cache(home, number), node, socket)
 
 
-def _last_cache(home: Path, number: int) -> int:
+def _numa_topology_last_cache(home: Path, number: int) -> int:
     """The number of the last-level cache; a processor with unknown caches (some virtual machines) has its own."""
     level, sharers = 0, frozenset({number})
     for cache in sorted(home.glob("cache/index[0-9]*")):
-        if _read(cache / "type") != "Instruction" and int(_read(cache / "level")) > level:
-            level, sharers = int(_read(cache / "level")), parse_cpu_ranges(_read(cache / "shared_cpu_list"))
+        if _read_numa_topology(cache / "type") != "Instruction" and int(_read_numa_topology(cache / "level")) > level:
+            level, sharers = (
+                int(_read_numa_topology(cache / "level")),
+                parse_cpu_ranges(_read_numa_topology(cache / "shared_cpu_list")),
+            )
     return min(sharers)
 
 
-def _nodes(sys: Path) -> dict[int, int]:
+def _numa_topology_nodes(sys: Path) -> dict[int, int]:
     """The NUMA node of every processor; empty for a kernel without NUMA."""
     homes = sys.glob("devices/system/node/node[0-9]*")
     return {
-        cpu: int(home.name.removeprefix("node")) for home in homes for cpu in parse_cpu_ranges(_read(home / "cpulist"))
+        cpu: int(home.name.removeprefix("node"))
+        for home in homes
+        for cpu in parse_cpu_ranges(_read_numa_topology(home / "cpulist"))
     }
 
 
 def _memory_nodes(sys: Path) -> frozenset[int]:
     try:
-        return parse_cpu_ranges(_read(sys / "devices/system/node/has_memory"))
+        return parse_cpu_ranges(_read_numa_topology(sys / "devices/system/node/has_memory"))
     except (OSError, ValueError):
         return frozenset()
 
@@ -83,13 +88,13 @@ def _gpu_node(sys: Path, gpu: GpuDevice) -> int | None:
     """None if the kernel does not report one."""
     path = sys / "bus/pci/devices" / gpu.pci / "numa_node"
     try:
-        node = int(_read(path))
+        node = int(_read_numa_topology(path))
     except (OSError, ValueError):
         raise UsageError(f"the NUMA node of GPU {gpu.pci} cannot be read from {path}; omit the NUMA binding") from None
     return None if node < 0 else node
 
 
-def _read(path: Path) -> str:
+def _read_numa_topology(path: Path) -> str:
     return path.read_text(encoding="ascii").strip()
 
 

@@ -24,14 +24,16 @@ MAX_SOCKET_PATH_BYTES = 100  # every system accepts a socket address of this len
 
 def socket_directory(environ: Mapping[str, str]) -> Path:
     """The directory, created if it does not exist."""
-    path = _runtime(environ) if environ.get("XDG_RUNTIME_DIR") else _temporary(environ)
+    path = (
+        _runtime_socket_directory(environ) if environ.get("XDG_RUNTIME_DIR") else _temporary_socket_directory(environ)
+    )
     try:
-        found = _make(path)
+        found = _make_socket_directory(path)
     except OSError as error:
         raise UsageError(
             f"sockets need a directory: {path} cannot be created ({error.strerror}); set TMPDIR"
         ) from error
-    if not _is_private(found):
+    if not _is_private_socket_directory(found):
         raise UsageError(
             f"{path} must be a private directory of this user (mode 700); remove it, or set another TMPDIR"
         )
@@ -41,26 +43,26 @@ def socket_directory(environ: Mapping[str, str]) -> Path:
 def socket_directories(environ: Mapping[str, str]) -> list[Path]:
     """The existing directories in which agents of this user may have sockets."""
     found = []
-    for path in (_runtime(environ), _temporary(environ)):
+    for path in (_runtime_socket_directory(environ), _temporary_socket_directory(environ)):
         with suppress(OSError):
-            if _is_private(path.lstat()):
+            if _is_private_socket_directory(path.lstat()):
                 found.append(path)
     return found
 
 
-def _runtime(environ: Mapping[str, str]) -> Path:
+def _runtime_socket_directory(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}", "ripstop")
 
 
-def _temporary(environ: Mapping[str, str]) -> Path:
+def _temporary_socket_directory(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("TMPDIR") or "/tmp", f"ripstop-{os.getuid()}")
 
 
-def _is_private(found: os.stat_result) -> bool:
+def _is_private_socket_directory(found: os.stat_result) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
-def _make(path: Path) -> os.stat_result:
+def _make_socket_directory(path: Path) -> os.stat_result:
     while True:
         with suppress(FileExistsError):  # `exist_ok` checks again, and another agent may have removed it by then
             path.mkdir(mode=0o700)

@@ -16,7 +16,7 @@ from msgspec.structs import fields
 from ripstop.model.config import Binding, Entrypoint, Executable, Handler, Module, RunConfig, Script
 from ripstop.model.redaction import HIDDEN, is_secret_name, without_secrets, without_url_users
 from ripstop.model.round import Address
-from ripstop.model.text_formatting import cpu_ranges
+from ripstop.model.text_formatting import format_cpu_ranges
 from ripstop.workers.spawner import spawn_command_line
 
 HIDDEN_FIELDS = ("notify_url", "token", "user", "password", "headers", "notes")
@@ -47,7 +47,9 @@ def setting_text(value: object) -> str:
                 (name, without_secrets(endpoint), *(f"{key}={_shown_setting(key, value)}" for key, value in conf))
             )
         case Binding(cpus, memory):
-            return f"processors {cpu_ranges(cpus)}" + (f", memory of node {memory}" if memory is not None else "")
+            return f"processors {format_cpu_ranges(cpus)}" + (
+                f", memory of node {memory}" if memory is not None else ""
+            )
         case Enum():
             return str(value.value) if isinstance(value.value, str) else str(value.name).lower()
         case (Binding(), *_):

@@ -17,7 +17,7 @@ from msgspec import Struct
 from ripstop.model.config import LogFormat, LogLevel, OwnLog
 from ripstop.model.event_json import to_dict
 from ripstop.model.events import EventRecord, event_kind
-from ripstop.model.text_formatting import ascii_json, clean, one_line
+from ripstop.model.text_formatting import format_ascii_json, format_clean_text, one_line
 from ripstop.system.background_writer import BackgroundWriter
 from ripstop.system.live_line import LiveLine
 from ripstop.system.stderr_terminal import DIM, RESET, has_colors, write_stderr
@@ -68,7 +68,7 @@ def log_event_to_stderr(log: logging.Logger, record: EventRecord, level: int = l
     if text := log_line(record.event):
         log.log(level, "%s", text, extra={"event": record})
     elif log.isEnabledFor(logging.DEBUG):
-        log.debug("%s %s", event_kind(record.event), ascii_json(record.event), extra={"event": record})
+        log.debug("%s %s", event_kind(record.event), format_ascii_json(record.event), extra={"event": record})
 
 
 def colored_stderr_line(line: str, level: int) -> str:
@@ -85,14 +85,14 @@ def json_stderr_line(record: logging.LogRecord) -> str:
         "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{record.msecs:03.0f}Z",
         "level": record.levelname.lower(),
         "logger": record.name,
-        "message": clean(record.getMessage()),
+        "message": format_clean_text(record.getMessage()),
     }
     if record.exc_info:
-        fields["exception"] = clean(logging.Formatter().formatException(record.exc_info))
+        fields["exception"] = format_clean_text(logging.Formatter().formatException(record.exc_info))
     event = getattr(record, "event", None)
     if isinstance(event, EventRecord):
         fields["event"] = to_dict(event)
-    return ascii_json(fields)
+    return format_ascii_json(fields)
 
 
 @contextmanager

@@ -27,7 +27,13 @@ from ripstop.protocol import secret
 from ripstop.protocol.codec import decode
 from ripstop.protocol.limits import MAX_NAME, is_name_within_limits
 from ripstop.protocol.messages import Challenge, Hello, Rejected, Welcome
-from ripstop.transport.agent_request import BAD_REQUEST, END_OF_HEAD, rejection_response, request_header, request_path
+from ripstop.transport.agent_request import (
+    BAD_REQUEST,
+    END_OF_HEAD,
+    agent_request_path,
+    agent_request_rejection,
+    request_header,
+)
 from ripstop.transport.rejection_log import RejectionLog
 from ripstop.transport.websocket import AGENT_PATH, PREAUTH_HEADER
 
@@ -107,7 +113,7 @@ class AgentAuthentication:
 # pre-authentication -------------------------------------------------------------------------------------------------
 
 
-class PreAuthenticationProtocol(asyncio.Protocol):
+class AgentPreAuthenticationProtocol(asyncio.Protocol):
     """One connection, until it goes to HTTP or is rejected.
 
     `check` gets the pre-auth header and the `Origin` header.  `accept` gets the bytes received so far, and whether the
@@ -136,13 +142,13 @@ class PreAuthenticationProtocol(asyncio.Protocol):
             return
         self._received += data
         line, newline, _ = self._received.partition(b"\r\n")
-        if line.rstrip(b"\r").strip(PRINTABLE) or (newline and request_path(line) != AGENT_PATH):
+        if line.rstrip(b"\r").strip(PRINTABLE) or (newline and agent_request_path(line) != AGENT_PATH):
             self._accept(self._transport, self._received, False)
         elif newline and (end := self._received.find(END_OF_HEAD, 0, MAX_REQUEST_HEAD_BYTES)) >= 0:
             head = self._received[: end + len(END_OF_HEAD)]
             text, origin = request_header(head, PREAUTH_HEADER) or "", request_header(head, "Origin")
             if rejected := self._check(self._transport, text, origin):
-                self._reject(rejection_response(head, rejected))
+                self._reject(agent_request_rejection(head, rejected))
             else:
                 self._accept(self._transport, self._received, True)
         elif len(self._received) >= MAX_REQUEST_HEAD_BYTES:

@@ -20,6 +20,7 @@ from ripstop.protocol.limits import MAX_NAME
 from ripstop.protocol.messages import FROM_AGENT, FromCoordinator, Heartbeat, Join, Message, Rejected
 from ripstop.transport.agent_authentication import AgentAuthentication
 from ripstop.transport.agent_host import AgentHost, AgentSession
+from ripstop.transport.agent_request import agent_request_upgrade_response
 from ripstop.transport.rejection_log import RejectionLog
 from ripstop.transport.websocket import CLOSE_CODE_RETURNING, FLUSH_TIMEOUT_S, MAX_BACKLOG_BYTES
 from ripstop.transport.websocket_frames import (
@@ -32,7 +33,6 @@ from ripstop.transport.websocket_frames import (
     close_frame,
     pong_frame,
     text_frame,
-    upgrade_response,
 )
 
 MAX_CONTROL_FRAMES = 256  # in one read: heartbeats that have waited while this process was paused
@@ -67,7 +67,7 @@ class AgentConnection(asyncio.BufferedProtocol):
 
     def start(self, key: str, received: bytes) -> None:
         """Answer the request, which has this `Sec-WebSocket-Key`; `received` is what followed it."""
-        self._transport.write(upgrade_response(key) + text_frame(encode(self._challenge)))
+        self._transport.write(agent_request_upgrade_response(key) + text_frame(encode(self._challenge)))
         if received:
             self._on_data(received)
 
@@ -138,7 +138,7 @@ class AgentConnection(asyncio.BufferedProtocol):
             case Opcode.BINARY:
                 raise ProtocolError("a message is text, received a binary frame")
             case Opcode.TEXT:
-                self._on_text(_text_from_agent(payload))
+                self._on_text(_agent_connection_text(payload))
 
     def _on_heartbeat(self, *, wants_answer: bool, payload: bytes = b"") -> None:
         if self._session is not None:
@@ -184,7 +184,7 @@ class AgentConnection(asyncio.BufferedProtocol):
             session.detach(returning=returning, closed_by_node=closed_by_node)
 
 
-def _text_from_agent(payload: bytes) -> str:
+def _agent_connection_text(payload: bytes) -> str:
     try:
         return payload.decode()
     except UnicodeDecodeError as error:

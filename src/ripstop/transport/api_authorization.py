@@ -17,7 +17,7 @@ from aiohttp import web
 from ripstop.api.job_interface import RequestRefused
 from ripstop.protocol import secret
 from ripstop.system.blocking_calls import ExclusiveCall
-from ripstop.transport.connection_limits import UnauthenticatedConnections, peer_host
+from ripstop.transport.connection_limits import UnauthenticatedConnections, host_of_limited_connection
 
 FULL_NAME_TIMEOUT_S = 2.0
 
@@ -43,7 +43,7 @@ class ApiAuthorization:
         transport = request.transport
         if transport is None:
             raise RequestRefused(401, "this connection is closed")
-        host = peer_host(transport)
+        host = host_of_limited_connection(transport)
         if self._api_token:
             self._check_token(request, host)
         elif self._tls is None or self._tls.verify_mode is not ssl.CERT_REQUIRED:
@@ -72,7 +72,7 @@ class ApiAuthorization:
         if self._api_token:
             return self.operator(request)
         # With TLS, a page has no certificate for its own name.
-        if self._tls is None and not await self._is_own_name(name := _requested_host(request)):
+        if self._tls is None and not await self._is_own_name(name := _host_for_api_authorization(request)):
             raise RequestRefused(
                 403,
                 f"{name[:80]!r} is not a name of this coordinator; use its IP address or its --rdzv-endpoint, "
@@ -95,7 +95,7 @@ class ApiAuthorization:
             self._full_name = socket.getfqdn().lower()
 
 
-def _requested_host(request: web.Request) -> str:
+def _host_for_api_authorization(request: web.Request) -> str:
     """The host of the `Host` header, without its port."""
     host = request.headers.get("Host", "").strip().lower()
     if host.startswith("["):

@@ -30,7 +30,7 @@ class UnauthenticatedConnections:
     """The unauthenticated connections of one server, the oldest first."""
 
     def __init__(self, nodes: int, rejections: RejectionLog) -> None:
-        self._limit = _limit(nodes)
+        self._limit = _connection_limit(nodes)
         self.rejections = rejections
         self._timers: dict[UnauthenticatedConnection, asyncio.TimerHandle] = {}
         self._has_room = asyncio.Event()
@@ -58,7 +58,7 @@ class UnauthenticatedConnections:
         """Return when one more connection may be accepted (rules 2 and 3)."""
         while len(self._timers) >= self._limit:
             oldest, timer = next(iter(self._timers.items()))
-            if _is_closing(oldest):  # over TLS, closing may take long
+            if _is_limited_connection_closing(oldest):  # over TLS, closing may take long
                 self._close(oldest)
                 continue
             wait_s = timer.when() - HANDSHAKE_TIMEOUT_S + MIN_HANDSHAKE_S - asyncio.get_running_loop().time()
@@ -67,13 +67,15 @@ class UnauthenticatedConnections:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._has_room.wait(), wait_s)
                 continue
-            self.rejections.log(peer_host(oldest), f"more than {self._limit} unauthenticated connections", kind="limit")
+            self.rejections.log(
+                host_of_limited_connection(oldest), f"more than {self._limit} unauthenticated connections", kind="limit"
+            )
             self._close(oldest)
 
     def _on_timeout(self, connection: UnauthenticatedConnection) -> None:
-        if not _is_closing(connection):
+        if not _is_limited_connection_closing(connection):
             why = f"no proof of the job's secret in {HANDSHAKE_TIMEOUT_S:g} s"
-            self.rejections.log(peer_host(connection), why, kind="timeout")
+            self.rejections.log(host_of_limited_connection(connection), why, kind="timeout")
         self._close(connection)
 
     def _close(self, connection: UnauthenticatedConnection) -> None:
@@ -81,10 +83,10 @@ class UnauthenticatedConnections:
         if isinstance(connection, asyncio.Task):
             connection.cancel()
         else:
-            abort(connection)
+            abort_limited_connection(connection)
 
 
-def peer_host(connection: UnauthenticatedConnection) -> str:
+def host_of_limited_connection(connection: UnauthenticatedConnection) -> str:
     """The address of the peer; the task of a TLS handshake has it as its name."""
     if isinstance(connection, asyncio.Task):
         return connection.get_name()
@@ -92,16 +94,16 @@ def peer_host(connection: UnauthenticatedConnection) -> str:
     return str(peer[0]) if peer else "unknown"
 
 
-def abort(transport: asyncio.BaseTransport) -> None:
+def abort_limited_connection(transport: asyncio.BaseTransport) -> None:
     assert isinstance(transport, asyncio.Transport)
     transport.abort()
 
 
-def _is_closing(connection: UnauthenticatedConnection) -> bool:
+def _is_limited_connection_closing(connection: UnauthenticatedConnection) -> bool:
     return isinstance(connection, asyncio.BaseTransport) and connection.is_closing()
 
 
-def _limit(nodes: int) -> int:
+def _connection_limit(nodes: int) -> int:
     """How many unauthenticated connections leave enough descriptors for a job of this size (rule 4).
 
     Raises the process's limit on descriptors only if the job needs it, because workers inherit that limit.

@@ -37,7 +37,7 @@ class Bound(Struct, frozen=True):
         return Address(host, port)
 
 
-def bind(
+def bind_endpoint(
     endpoint: Address,
     *,
     required: bool = False,
@@ -52,14 +52,14 @@ def bind(
     flag that gives the endpoint.
     """
     try:
-        return _bind(endpoint, required=required, multi_node=multi_node, flag=flag)
+        return _bind_local_endpoint(endpoint, required=required, multi_node=multi_node, flag=flag)
     except _NotLocal as error:
         address = own_address if required and own_address else _own_address_of_endpoint(endpoint.host)
         if address is None or address == endpoint.host:
             if required:
                 raise UsageError(str(error)) from error
             return None  # the name may resolve later; the client retries
-        bound = _bind(Address(address, endpoint.port), required=True, multi_node=False, flag=flag)
+        bound = _bind_local_endpoint(Address(address, endpoint.port), required=True, multi_node=False, flag=flag)
         assert bound is not None, "a required endpoint is bound, or an error"
         note = f"{endpoint.host} does not resolve to this node yet; listening at {bound.address}"
         return Bound(bound.listening, note)
@@ -70,7 +70,7 @@ def bind_first_endpoint(
 ) -> Bound | None:
     """Listen at the first of these addresses that this machine has and nobody uses; None if there is none."""
     for seat in seats:
-        if (bound := bind(seat, own_address=own_address)) is not None:
+        if (bound := bind_endpoint(seat, own_address=own_address)) is not None:
             return replace(bound, seat=seat)
     if required:
         names = ", ".join(map(str, seats))
@@ -96,7 +96,7 @@ def _own_address_of_endpoint(name: str) -> str | None:
     return address if is_own and not ip_address(address.partition("%")[0]).is_loopback else None
 
 
-def _bind(endpoint: Address, *, required: bool, multi_node: bool, flag: str) -> Bound | None:
+def _bind_local_endpoint(endpoint: Address, *, required: bool, multi_node: bool, flag: str) -> Bound | None:
     try:
         found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -119,16 +119,16 @@ def _bind(endpoint: Address, *, required: bool, multi_node: bool, flag: str) -> 
             if error.errno == errno.EADDRNOTAVAIL:
                 continue
             break  # in use: another address of the name would make a second coordinator
-        return Bound(listening, _loopback_warning(endpoint, str(address[0])) if multi_node else "")
+        return Bound(listening, _endpoint_loopback_warning(endpoint, str(address[0])) if multi_node else "")
     assert failure is not None, "a name has at least one address"
     if failure.errno == errno.EADDRNOTAVAIL:
-        raise _NotLocal(_explain(endpoint, failure, flag)) from failure
+        raise _NotLocal(_explain_endpoint_error(endpoint, failure, flag)) from failure
     if required or failure.errno != errno.EADDRINUSE:
-        raise UsageError(_explain(endpoint, failure, flag)) from failure
+        raise UsageError(_explain_endpoint_error(endpoint, failure, flag)) from failure
     return None
 
 
-def _explain(endpoint: Address, error: OSError, flag: str) -> str:
+def _explain_endpoint_error(endpoint: Address, error: OSError, flag: str) -> str:
     start = f"this node must listen at {endpoint}, but "
     match error.errno:
         case errno.EADDRINUSE:
@@ -145,7 +145,7 @@ def _explain(endpoint: Address, error: OSError, flag: str) -> str:
             return f"{start}the system reports: {error.strerror}; choose another address in {flag}"
 
 
-def _loopback_warning(endpoint: Address, bound: str) -> str:
+def _endpoint_loopback_warning(endpoint: Address, bound: str) -> str:
     name = endpoint.host.lower()
     if not ip_address(bound.partition("%")[0]).is_loopback or name == bound or name.startswith(("localhost", "ip6-")):
         return ""

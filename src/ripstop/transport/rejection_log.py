@@ -44,7 +44,7 @@ class RejectionLog(logging.Handler):
                 pass  # the peer disconnected during a request
             case _ if record.levelno >= logging.ERROR:
                 # one line per place in the code, because a peer may be able to cause the error again
-                if self._is_new(_log_once_key(error), "defect"):
+                if self._is_new(_rejection_log_key(error), "defect"):
                     log.error("%s (logged once)", record.getMessage(), exc_info=error)
 
     def _is_new(self, what: str, kind: str) -> bool:
@@ -54,7 +54,7 @@ class RejectionLog(logging.Handler):
         return True
 
 
-def _log_once_key(error: BaseException | None) -> str:
+def _rejection_log_key(error: BaseException | None) -> str:
     """Where an error was raised."""
     trace = error.__traceback__ if error else None
     while trace is not None and trace.tb_next is not None:

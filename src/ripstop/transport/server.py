@@ -22,12 +22,12 @@ from ripstop.api.http_api import MAX_BODY, Api
 from ripstop.protocol import secret
 from ripstop.protocol.messages import Rejected
 from ripstop.system.network import enable_keepalive
-from ripstop.transport.agent_authentication import AgentAuthentication, PreAuthenticationProtocol
+from ripstop.transport.agent_authentication import AgentAuthentication, AgentPreAuthenticationProtocol
 from ripstop.transport.agent_connection import AgentConnection
 from ripstop.transport.agent_host import AgentHost
-from ripstop.transport.agent_request import BAD_REQUEST, END_OF_HEAD, websocket_key
+from ripstop.transport.agent_request import BAD_REQUEST, END_OF_HEAD, agent_request_websocket_key
 from ripstop.transport.api_authorization import ApiAuthorization
-from ripstop.transport.connection_limits import UnauthenticatedConnections, peer_host
+from ripstop.transport.connection_limits import UnauthenticatedConnections, host_of_limited_connection
 from ripstop.transport.rejection_log import RejectionLog
 from ripstop.transport.tls import describe_tls_error, starts_tls
 from ripstop.transport.websocket import AGENT_PATH, FLUSH_TIMEOUT_S
@@ -75,8 +75,8 @@ class Server:
         if self._serves_agents:
             app.router.add_get(AGENT_PATH, self._late_agent_request)
         Api(lambda: self._host.job, self._authorization.operator, self._authorization.metrics_reader).mount(app)
-        app.router.add_get("/healthz", _healthz)
-        app.router.add_route("*", "/{path:.*}", _not_found)
+        app.router.add_get("/healthz", _transport_server_healthz)
+        app.router.add_route("*", "/{path:.*}", _transport_server_not_found)
         logger = logging.Logger("ripstop.coordinator.http", logging.DEBUG)  # has no parent: prints nothing by itself
         logger.addHandler(self._rejections)
         self._runner = web.AppRunner(
@@ -169,13 +169,13 @@ class Server:
             if owns_socket:
                 connection.close()
 
-    def _preauth(self) -> PreAuthenticationProtocol:
-        return PreAuthenticationProtocol(self._check_preauth, self._on_request, self._unauthenticated.remove)
+    def _preauth(self) -> AgentPreAuthenticationProtocol:
+        return AgentPreAuthenticationProtocol(self._check_preauth, self._on_request, self._unauthenticated.remove)
 
     def _check_preauth(self, transport: asyncio.Transport, text: str, origin: str | None) -> Rejected | None:
         if not self._serves_agents:
             return None  # HTTP answers that the path is not found
-        return self._authentication.pre_authenticate(peer_host(transport), text, origin)
+        return self._authentication.pre_authenticate(host_of_limited_connection(transport), text, origin)
 
     def _on_request(self, transport: asyncio.Transport, received: bytes, pre_authenticated: bool) -> None:
         """An agent's request, or anything else.  The connection stays unauthenticated."""
@@ -196,16 +196,16 @@ class Server:
 
     def _serve_agent(self, transport: asyncio.Transport, received: bytes) -> None:
         head, end, rest = received.partition(END_OF_HEAD)
-        key = websocket_key(head + end)
+        key = agent_request_websocket_key(head + end)
         if key is None:
             why = f"{AGENT_PATH} accepts WebSocket requests only"
-            self._rejections.log(peer_host(transport), why, kind="http")
+            self._rejections.log(host_of_limited_connection(transport), why, kind="http")
             transport.write(BAD_REQUEST)
             transport.close()
             return
         connection = AgentConnection(
             transport,
-            peer_host(transport),
+            host_of_limited_connection(transport),
             self._host,
             self._authentication,
             self._rejections,
@@ -227,18 +227,18 @@ class Server:
         why = f"{AGENT_PATH} must be the first request of a connection"
         if request.remote is not None:
             self._rejections.log(request.remote, why, kind="http")
-        return _plain(400, why)
+        return _transport_server_plain_response(400, why)
 
 
-async def _healthz(_: web.Request) -> web.Response:
-    return _plain(200, "ok")
+async def _transport_server_healthz(_: web.Request) -> web.Response:
+    return _transport_server_plain_response(200, "ok")
 
 
-async def _not_found(_: web.Request) -> web.Response:
-    return _plain(404, "not found")
+async def _transport_server_not_found(_: web.Request) -> web.Response:
+    return _transport_server_plain_response(404, "not found")
 
 
-def _plain(status: int, text: str) -> web.Response:
+def _transport_server_plain_response(status: int, text: str) -> web.Response:
     response = web.Response(status=status, text=text)
     response.force_close()
     return response

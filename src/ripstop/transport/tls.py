@@ -49,21 +49,21 @@ def _context(side: int, tls: Tls) -> ssl.SSLContext:
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     if tls.cert is not None:
-        context.load_cert_chain(tls.cert, tls.key, password=_no_password)
+        context.load_cert_chain(tls.cert, tls.key, password=_no_tls_key_password)
     return context
 
 
-def _no_password() -> str:
+def _no_tls_key_password() -> str:
     raise UsageError("tls_key: is encrypted, and ripstop cannot ask for its password; give a key without one")
 
 
 # checks of the own certificates ---------------------------------------------------------------------------------------
 
 
-def check_certificates(name: str, tls: Tls) -> None:
+def check_tls_certificates(name: str, tls: Tls) -> None:
     """Raise `UsageError` for certificates that no peer would accept; `name` is the flag or variable they come from."""
     if tls.ca is not None:
-        _check_ca(f"{name} tls_ca={tls.ca}", tls.ca)
+        _check_tls_ca(f"{name} tls_ca={tls.ca}", tls.ca)
     if tls.cert is None or tls.key is None:
         return
     label = f"{name} tls_cert={tls.cert}"
@@ -72,15 +72,16 @@ def check_certificates(name: str, tls: Tls) -> None:
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise UsageError(f"{label}: does not match tls_key={tls.key}; give the key of this certificate") from error
+        reason = _tls_error_reason(error)
         raise UsageError(
-            f"{label}, tls_key={tls.key}: not a certificate and a key in PEM form ({_reason(error)}); give PEM files"
+            f"{label}, tls_key={tls.key}: not a certificate and a key in PEM form ({reason}); give PEM files"
         ) from error
     try:
-        _handshake_in_memory(context, _peer_context(tls, tls.cert))
+        _handshake_in_memory(context, _tls_peer_context(tls, tls.cert))
     except ssl.SSLCertVerificationError as error:
         if error.verify_code == WRONG_PURPOSE:
             return  # valid for an agent; `check_coordinator_certificate` requires more
-        raise UsageError(f"{label}: {_problem(error)}") from error
+        raise UsageError(f"{label}: {_tls_certificate_problem(error)}") from error
 
 
 def check_coordinator_certificate(tls: Tls, host: str) -> None:
@@ -90,20 +91,22 @@ def check_coordinator_certificate(tls: Tls, host: str) -> None:
             f"--rdzv-conf tls_ca={tls.ca}: this node hosts the coordinator, which needs a certificate; "
             "add tls_cert=FILE,tls_key=FILE, or is_host=0 if another node is the host"
         )
-    agent = _peer_context(tls, tls.cert)
+    agent = _tls_peer_context(tls, tls.cert)
     agent.check_hostname = True
     try:
         _handshake_in_memory(server_context(Tls(tls.cert, tls.key)), agent, host)
     except ssl.SSLCertVerificationError as error:
-        raise UsageError(f"--rdzv-conf tls_cert={tls.cert}: {_problem(error)}") from error
+        raise UsageError(f"--rdzv-conf tls_cert={tls.cert}: {_tls_certificate_problem(error)}") from error
 
 
-def _check_ca(label: str, path: Path) -> None:
+def _check_tls_ca(label: str, path: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_verify_locations(path)
     except ssl.SSLError as error:
-        raise UsageError(f"{label}: not a certificate in PEM form ({_reason(error)}); give a PEM file") from error
+        raise UsageError(
+            f"{label}: not a certificate in PEM form ({_tls_error_reason(error)}); give a PEM file"
+        ) from error
     authorities = context.get_ca_certs()
     if not authorities:
         raise UsageError(
@@ -115,7 +118,7 @@ def _check_ca(label: str, path: Path) -> None:
         raise UsageError(f"{label}: has expired ({ends[-1]}); renew it, or correct this machine's clock")
 
 
-def _peer_context(tls: Tls, cert: Path) -> ssl.SSLContext:
+def _tls_peer_context(tls: Tls, cert: Path) -> ssl.SSLContext:
     """The context of another agent of the job.  Without a `ca` it trusts this certificate: the signer is unknown."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -123,7 +126,7 @@ def _peer_context(tls: Tls, cert: Path) -> ssl.SSLContext:
     if tls.ca is None:
         context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
     else:
-        context.load_cert_chain(cert, tls.key, password=_no_password)
+        context.load_cert_chain(cert, tls.key, password=_no_tls_key_password)
     return context
 
 
@@ -147,7 +150,7 @@ def describe_tls_error(error: Exception) -> str:
     """Why TLS rejects a peer, and what to do."""
     match error:
         case ssl.SSLCertVerificationError():
-            return f"its certificate {_problem(error)}"
+            return f"its certificate {_tls_certificate_problem(error)}"
         case ssl.SSLError(reason="PEER_DID_NOT_RETURN_A_CERTIFICATE"):
             return "it sent no certificate, and this job's tls_ca requires one; give that node tls_cert and tls_key"
         case ssl.SSLError(reason="WRONG_VERSION_NUMBER" | "RECORD_LAYER_FAILURE"):
@@ -155,12 +158,12 @@ def describe_tls_error(error: Exception) -> str:
                 "it does not use TLS; give the coordinator tls_cert and tls_key, or remove tls_… from --rdzv-conf here"
             )
         case ssl.SSLError():
-            return f"TLS failed: {_reason(error)}"
+            return f"TLS failed: {_tls_error_reason(error)}"
         case _:
             return f"TLS failed: {error}"
 
 
-def _problem(error: ssl.SSLCertVerificationError) -> str:
+def _tls_certificate_problem(error: ssl.SSLCertVerificationError) -> str:
     match error.verify_code:
         case code if code in WRONG_NAMES:
             name = error.verify_message.partition("certificate is not valid for")[2].strip(" '.") or "the endpoint"
@@ -173,7 +176,7 @@ def _problem(error: ssl.SSLCertVerificationError) -> str:
             return f"is not valid ({error.verify_message}); renew it, or correct this machine's clock if it is wrong"
 
 
-def _reason(error: ssl.SSLError) -> str:
+def _tls_error_reason(error: ssl.SSLError) -> str:
     return (error.reason or str(error)).replace("_", " ").lower()
 
 

@@ -42,7 +42,7 @@ class WebSocket(Protocol):
     async def close(self) -> bool: ...
 
 
-async def receive(ws: WebSocket) -> str | None:
+async def receive_from_websocket(ws: WebSocket) -> str | None:
     """The next message; empty for a heartbeat, None when the connection has ended."""
     frame: Any = await ws.receive()
     match frame.type:
@@ -58,7 +58,7 @@ async def receive(ws: WebSocket) -> str | None:
             return None
 
 
-class Outbox:
+class WebSocketOutbox:
     """The messages queued for one peer, in order and bounded."""
 
     def __init__(self, ws: WebSocket, abort: Callable[[], None]) -> None:

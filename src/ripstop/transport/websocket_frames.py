@@ -4,15 +4,12 @@ Rules: (1) an agent's message is one masked frame of at most `MAX_FRAME_BYTES`; 
 an agent's heartbeat is a Ping without data, or a Pong if the agent wants no answer: nothing has to decode it.
 """
 
-import hashlib
-from base64 import b64encode
 from collections.abc import Iterator
 from enum import IntEnum
 
 from ripstop.model.errors import ProtocolError
 from ripstop.protocol.codec import MAX_FRAME_BYTES
 
-GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, section 1.3
 AGENT_HEARTBEAT_SIZE = 6  # with the mask of an agent's frame
 PING_START, PONG_START = 0x89, 0x8A
 MAX_CONTROL_BYTES = 125
@@ -30,13 +27,6 @@ class Opcode(IntEnum):
 
 
 _OPCODES = {int(opcode): opcode for opcode in Opcode}
-
-
-def upgrade_response(key: str) -> bytes:
-    """The answer to a request with this `Sec-WebSocket-Key`."""
-    accept = b64encode(hashlib.sha1(key.encode("latin-1") + GUID, usedforsecurity=False).digest())
-    upgrade = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-    return b"%sSec-WebSocket-Accept: %s\r\n\r\n" % (upgrade, accept)
 
 
 def text_frame(text: str) -> bytes:
@@ -86,7 +76,7 @@ class FrameReader:
             if len(rest) < start:
                 return None
             size = int.from_bytes(rest[2:start], "big")
-        opcode = _checked(rest[0], rest[1], size)
+        opcode = _checked_websocket_frame(rest[0], rest[1], size)
         mask, start = rest[start : start + 4], start + 4
         if len(rest) < start + size:
             return None
@@ -94,7 +84,7 @@ class FrameReader:
         return opcode, _unmasked_payload(rest[start : start + size], mask)
 
 
-def _checked(first: int, second: int, size: int) -> Opcode:
+def _checked_websocket_frame(first: int, second: int, size: int) -> Opcode:
     opcode = _OPCODES.get(first & ~FINAL)
     if opcode is None or not first & FINAL or not second & MASKED:
         raise ProtocolError(f"a message is one masked WebSocket frame, received one that begins with {first:#x}")

@@ -101,7 +101,7 @@ class WebSocketLink:
         self._is_elected = is_elected
         self._listener: Listener | None = None
         self._task: asyncio.Task[None] | None = None
-        self._outbox: websocket.Outbox | None = None  # while connected
+        self._outbox: websocket.WebSocketOutbox | None = None  # while connected
         self.local_host: str | None = None
         self._clock_offset: float | None = None  # this machine's monotonic clock minus the coordinator's time
         self._tls = tls
@@ -177,9 +177,9 @@ class WebSocketLink:
                     self._notify(lambda listener: listener.on_rejected(self._last_error))
                     return
                 except (aiohttp.ClientError, OSError, ProtocolError, _Retry) as error:
-                    self._last_error = _describe_link_error(error)
+                    self._last_error = _describe_websocket_link_error(error)
                     if not self._was_connected:
-                        self._loop.call_soon(self._on_failed, _failure(error))
+                        self._loop.call_soon(self._on_failed, _websocket_link_failure(error))
                 if self._listener is None:
                     return
                 if self._loop.time() - began > websocket.HANDSHAKE_TIMEOUT_S + self._lease:
@@ -209,7 +209,7 @@ class WebSocketLink:
             ws = await http.ws_connect(
                 url,
                 timeout=timeout,
-                autoping=False,  # `websocket.receive` returns a Pong: it shows that the coordinator is alive
+                autoping=False,  # `receive_from_websocket` returns a Pong: it shows that the coordinator lives
                 max_msg_size=MAX_FRAME_BYTES + 1,
                 ssl=self._tls or True,
                 headers={websocket.PREAUTH_HEADER: encode(self._hello(challenge=""))},
@@ -258,7 +258,7 @@ class WebSocketLink:
 
     async def _expect(self, ws: aiohttp.ClientWebSocketResponse, kind: type[Expected]) -> Expected:
         """The next message of the handshake."""
-        text = await websocket.receive(ws)
+        text = await websocket.receive_from_websocket(ws)
         if text is None:
             raise _Retry("the connection was closed during the handshake")
         kinds: tuple[type[Expected | Rejected], ...] = (kind, Rejected)
@@ -281,9 +281,9 @@ class WebSocketLink:
         silence_timeout = silence_timeout_s(self._lease, self._max_nodes, is_elected=self._is_elected)
         if silence_timeout > self._lease:
             set_acknowledgement_timeout(connection, self._lease)
-        self._outbox = websocket.Outbox(ws, partial(_shut_down_link, connection))
+        self._outbox = websocket.WebSocketOutbox(ws, partial(_shut_down_websocket_link, connection))
         writer = asyncio.create_task(self._outbox.run(), name="ripstop-to-coordinator")
-        heartbeats = _Heartbeats(
+        heartbeats = _WebSocketLinkHeartbeats(
             silence_timeout,
             heartbeat_interval_s(self._lease, self._max_nodes),
             ask_after_s(self._lease, self._max_nodes, is_elected=self._is_elected),
@@ -294,7 +294,7 @@ class WebSocketLink:
         self._notify(lambda listener: listener.on_connected())
         why = "the connection broke"
         try:
-            while (text := await websocket.receive(ws)) is not None:
+            while (text := await websocket.receive_from_websocket(ws)) is not None:
                 heartbeats.on_received()
                 if text:
                     self._on_message(decode(text, FROM_COORDINATOR))
@@ -309,7 +309,7 @@ class WebSocketLink:
                 async with asyncio.timeout(websocket.FLUSH_TIMEOUT_S):
                     await ws.close(code=websocket.CLOSE_CODE_RETURNING)
         except (OSError, ProtocolError) as error:
-            why = _describe_link_error(error)
+            why = _describe_websocket_link_error(error)
         finally:
             heartbeats.stop()
             self._outbox = None
@@ -330,7 +330,7 @@ class WebSocketLink:
                 self._notify(lambda listener: listener.on_message(message))
 
 
-class _Heartbeats:
+class _WebSocketLinkHeartbeats:
     """Sends heartbeats, asks for answers after `ask_after` seconds of silence, and detects a silent coordinator."""
 
     def __init__(
@@ -383,25 +383,25 @@ async def _reject_link_redirect(
     _: aiohttp.ClientSession, __: object, redirect: aiohttp.TraceRequestRedirectParams
 ) -> None:
     redirect.response.close()
-    raise _Retry(_not_a_coordinator(redirect.response.status))
+    raise _Retry(_websocket_link_http_error(redirect.response.status))
 
 
-def _shut_down_link(connection: socket.socket) -> None:
+def _shut_down_websocket_link(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # already closed
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _describe_link_error(error: BaseException) -> str:
+def _describe_websocket_link_error(error: BaseException) -> str:
     match error:
         case aiohttp.WSServerHandshakeError():
-            return _not_a_coordinator(error.status)
+            return _websocket_link_http_error(error.status)
         case aiohttp.ConnectionTimeoutError():
             return "the address does not answer"
         case _:
             return describe_network_error(error, websocket.HANDSHAKE_TIMEOUT_S)
 
 
-def _failure(error: BaseException) -> ConnectFailure:
+def _websocket_link_failure(error: BaseException) -> ConnectFailure:
     match error:
         case aiohttp.ClientConnectorError(os_error=ConnectionRefusedError()):
             return ConnectFailure.REFUSED
@@ -411,5 +411,5 @@ def _failure(error: BaseException) -> ConnectFailure:
             return ConnectFailure.OTHER
 
 
-def _not_a_coordinator(status: int) -> str:
+def _websocket_link_http_error(status: int) -> str:
     return f"answers HTTP {status}, so it is not a ripstop coordinator"

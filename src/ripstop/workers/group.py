@@ -148,7 +148,7 @@ class Group:
     def rank_of(self, pid: int) -> int | None:
         """The local rank of the live worker that this process is or descends from, by its session or its ancestors'."""
         for _ in range(MAX_GENERATIONS):
-            process = None if pid in self._live else linux.read_process(pid)
+            process = None if pid in self._live else linux.read_linux_process(pid)
             if process is None:
                 break
             pid = process.session if process.session in self._live else process.parent

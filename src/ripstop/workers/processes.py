@@ -244,11 +244,11 @@ class Children:
     def _leftovers(self, sessions: frozenset[int], with_adopted: bool) -> list[int]:
         """The processes in these sessions, adopted children, and descendants of both."""
         with_adopted = with_adopted and not self._in_program
-        if not with_adopted and not linux.has_processes(sessions):
+        if not with_adopted and not linux.has_linux_processes(sessions):
             # Usually so in a recovery in place: a failed worker leaves no process.  The surviving workers wait for
             # this, and reading all of /proc would delay them.
             return []
-        alive = {process.pid: process for process in linux.processes() if not process.dead}
+        alive = {process.pid: process for process in linux.linux_processes() if not process.dead}
         sessions -= alive.keys()  # their leaders have ended: a process with such a pid now is unrelated
         adopted = {
             process.pid
@@ -287,11 +287,11 @@ class Children:
                     os.waitpid(process.pid, os.WNOHANG)
 
     async def _readable(self, fd: int) -> None:
-        from ripstop.system.blocking_calls import settle
+        from ripstop.system.blocking_calls import settle_blocking_call
 
         assert self._loop is not None
         ended = self._loop.create_future()
-        self._loop.add_reader(fd, settle, ended, None)
+        self._loop.add_reader(fd, settle_blocking_call, ended, None)
         try:
             await ended
         finally:

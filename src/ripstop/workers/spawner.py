@@ -452,9 +452,9 @@ def _spawn_memory_policy(binding: Binding | None) -> tuple[int, int] | None:
     """The system call and the NUMA node of a worker's memory policy, if it has one."""
     if binding is None or binding.memory is None:
         return None
-    from ripstop.system.linux import memory_policy_syscall
+    from ripstop.system.linux import linux_memory_policy_syscall
 
-    call = memory_policy_syscall()
+    call = linux_memory_policy_syscall()
     return None if call is None else (call, binding.memory)
 
 

@@ -27,7 +27,7 @@ from ripstop.model.errors import StartError
 from ripstop.model.text_formatting import format_bytes
 from ripstop.model.usage import StandbySample
 from ripstop.system.blocking_calls import run_in_daemon_thread
-from ripstop.system.gpus import free_memory
+from ripstop.system.gpus import free_gpu_memory
 from ripstop.workers import standby_policy as policy
 from ripstop.workers.processes import Children, ProcessExit
 from ripstop.workers.spawner import (
@@ -480,7 +480,7 @@ def _how_standby_ended(process: _Process, end: ProcessExit) -> str:
 async def _why_standby_lacks_memory(env: Mapping[str, str]) -> str:
     """Why a standby would take memory that the worker on this GPU may need; "" if there is enough, or no GPU."""
     try:
-        read = partial(free_memory, env.get("CUDA_VISIBLE_DEVICES"), int(env["LOCAL_RANK"]))
+        read = partial(free_gpu_memory, env.get("CUDA_VISIBLE_DEVICES"), int(env["LOCAL_RANK"]))
         free = await run_in_daemon_thread(read, GPU_TIMEOUT_S)
     except Exception as error:
         return f"the GPU's free memory is unknown: {error}"

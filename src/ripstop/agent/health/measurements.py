@@ -79,6 +79,6 @@ def measure_disks(places: tuple[tuple[str, str], ...]) -> tuple[Disk, ...]:
 
 
 def measure_gpus(visible: str | None) -> "tuple[GpuHealth, ...]":
-    from ripstop.system.gpus import read_health  # in the thread: it is not needed to start workers
+    from ripstop.system.gpus import read_gpu_health  # in the thread: it is not needed to start workers
 
-    return read_health(visible)
+    return read_gpu_health(visible)

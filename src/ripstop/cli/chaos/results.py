@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct, to_builtins
 
-from ripstop.model.text_formatting import clean
+from ripstop.model.text_formatting import format_clean_text
 
 
 class Outcome(StrEnum):
@@ -45,7 +45,9 @@ def render_chaos_result(result: Result) -> str:
         text = f"healed {how} {result.seconds:.2f} s, {which}"
     elif result.why:
         text += f": {result.why}"
-    return clean(f"{result.at:7.1f} s  {result.kind:<15}  {target + '  ' if target else ''}{text}").replace("\n", " ")
+    return format_clean_text(f"{result.at:7.1f} s  {result.kind:<15}  {target + '  ' if target else ''}{text}").replace(
+        "\n", " "
+    )
 
 
 def render_chaos_summary(results: list[Result]) -> str:

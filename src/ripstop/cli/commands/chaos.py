@@ -10,7 +10,7 @@ from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobClientCommandLine, Jo
 from ripstop.cli.options.flags import Flag
 from ripstop.model.errors import UsageError
 from ripstop.model.fault_injection import FaultKind
-from ripstop.model.parsers import integer, read_file
+from ripstop.model.parsers import integer, read_file_for_parser
 
 HELP = f"""\
 usage: ripstop chaos --plan FILE [--seed N] [--report FILE] [FLAGS]
@@ -47,7 +47,7 @@ def chaos(command: JobClientCommandLine) -> int:
         raise UsageError("--plan is missing; write ripstop chaos --plan=FILE; --help shows what is in the file")
     name = args.text("--plan")
     try:
-        plan = parse_plan(name, read_file(name).decode())
+        plan = parse_plan(name, read_file_for_parser(name).decode())
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise UsageError(f"--plan={name}: cannot be read: {why}; name a TOML file") from None

@@ -10,9 +10,16 @@ from ripstop.cli.options.job import JOB_FLAGS, job_allow_chaos_option, job_resta
 from ripstop.cli.options.monitoring import monitoring_notify_url_option, monitoring_straggler_options
 from ripstop.cli.options.output import output_own_log_options
 from ripstop.cli.options.tracing import tracing
-from ripstop.model import parsers, rendezvous_conf
+from ripstop.model import parsers
 from ripstop.model.config import COORDINATOR_PORT, CoordinatorConfig, Timing
 from ripstop.model.errors import HelpRequested, UsageError
+from ripstop.model.rendezvous_conf import (
+    HEALTH_CONF,
+    rendezvous_conf_quarantine,
+    rendezvous_conf_rank_by,
+    rendezvous_conf_target,
+    rendezvous_conf_timing,
+)
 
 HELP = """\
 usage: ripstop coordinator --rdzv-endpoint=HOST[:PORT] [FLAGS]
@@ -64,9 +71,9 @@ FLAGS = (*JOB_FLAGS, Flag("--log-dir", "DIR"))
 
 def main(argv: Sequence[str]) -> int:
     config = configure_coordinator(argv, os.environ)
-    from ripstop.launch import coordinate
+    from ripstop.launch import launch_coordinator
 
-    return coordinate(config)
+    return launch_coordinator(config)
 
 
 def configure_coordinator(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorConfig:
@@ -78,20 +85,20 @@ def configure_coordinator(argv: Sequence[str], environ: Mapping[str, str]) -> Co
     if "--rdzv-endpoint" not in args:
         raise UsageError("--rdzv-endpoint is missing; write --rdzv-endpoint=HOST[:PORT], the address to listen on")
     name = args.label("--rdzv-endpoint")
-    endpoint = parsers.address(name, args.text("--rdzv-endpoint"), default_port=COORDINATOR_PORT)
+    endpoint = parsers.parse_address(name, args.text("--rdzv-endpoint"), default_port=COORDINATOR_PORT)
     if endpoint.port == 0:
         raise UsageError(f"{name}={endpoint}: nodes cannot connect to port 0; write {endpoint.host}:{COORDINATOR_PORT}")
-    min_nodes, max_nodes = parsers.node_range(*args.labelled("--nnodes", "1"))
+    min_nodes, max_nodes = parsers.parse_node_range(*args.labelled("--nnodes", "1"))
     conf_name = args.label("--rdzv-conf")
     conf = parsers.key_values(conf_name, args.text("--rdzv-conf"))
     if "is_host" in conf:
         raise UsageError(
             f"{conf_name} is_host={conf['is_host']}: this command always runs the coordinator; leave is_host out"
         )
-    timeouts, notes = rendezvous_conf.timing(conf_name, conf, Timing().shutdown, Timing().inprocess)
-    unused = (key for key in conf if key in rendezvous_conf.HEALTH_CONF)
+    timeouts, notes = rendezvous_conf_timing(conf_name, conf, Timing().shutdown, Timing().inprocess)
+    unused = (key for key in conf if key in HEALTH_CONF)
     notes += [f"{conf_name} {key} has no effect here: set it on the nodes" for key in unused]
-    token, token_notes = parsers.parse_job_secret(environ)
+    token, token_notes = parsers.parse_secret_variables(environ)
     tls = certificates(conf_name, conf, notes)
     if tls is not None and tls.cert is None:
         raise UsageError(
@@ -104,8 +111,8 @@ def configure_coordinator(argv: Sequence[str], environ: Mapping[str, str]) -> Co
         endpoint=endpoint,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
-        target=rendezvous_conf.target(conf_name, conf, min_nodes, max_nodes),
-        rank_by=rendezvous_conf.rank_by(conf_name, conf),
+        target=rendezvous_conf_target(conf_name, conf, min_nodes, max_nodes),
+        rank_by=rendezvous_conf_rank_by(conf_name, conf),
         budget=job_restart_budget_options(args, notes),
         timing=timeouts,
         stragglers=monitoring_straggler_options(args, notes),
@@ -114,7 +121,7 @@ def configure_coordinator(argv: Sequence[str], environ: Mapping[str, str]) -> Co
         own_log=output_own_log_options(args),
         tracing=tracing(environ, notes),
         notify_url=monitoring_notify_url_option(args),
-        quarantine=rendezvous_conf.quarantine(conf_name, conf),
+        quarantine=rendezvous_conf_quarantine(conf_name, conf),
         token=token,
         tls=tls,
         notes=tuple(notes),

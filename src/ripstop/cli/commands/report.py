@@ -14,7 +14,7 @@ from ripstop.logs.directory import directory_name
 from ripstop.model.errors import RipstopError, UsageError
 from ripstop.model.event_json import from_json
 from ripstop.model.events import EventRecord
-from ripstop.model.text_formatting import ascii_json, duration, format_table, one_line, percent
+from ripstop.model.text_formatting import duration, format_ascii_json, format_table, one_line, percent
 from ripstop.report.builder import NoEvents, build_report
 from ripstop.report.compare import compare
 from ripstop.report.html import render
@@ -69,7 +69,7 @@ def report_command(command: JobClientCommandLine) -> None:
     else:
         made, directory = _report_of_running_job(command.find_job()), None
     if command.as_json:
-        _write_or_print_report(output or "-", ascii_json(made) + "\n")
+        _write_or_print_report(output or "-", format_ascii_json(made) + "\n")
     elif output:
         _write_or_print_report(output, render(made))
     else:

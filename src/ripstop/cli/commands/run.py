@@ -48,7 +48,7 @@ from ripstop.cli.options.rendezvous import (
 from ripstop.cli.options.starters import STARTERS, with_starter
 from ripstop.cli.options.state import state_checkpoint_options, state_replication_options
 from ripstop.cli.options.tracing import tracing
-from ripstop.model import parsers, rendezvous_conf
+from ripstop.model import parsers
 from ripstop.model.config import (
     DRAIN_TIMEOUT_S,
     STOP_SIGNALS,
@@ -61,6 +61,7 @@ from ripstop.model.config import (
     UserKey,
 )
 from ripstop.model.errors import HelpRequested, UsageError
+from ripstop.model.rendezvous_conf import rendezvous_conf_etcd, rendezvous_conf_quarantine, rendezvous_conf_timing
 
 HELP = """\
 usage: ripstop run [FLAGS] SCRIPT [ARGS]
@@ -268,9 +269,9 @@ def main(argv: Sequence[str], with_handler: Callable[[RunConfig], int] | None = 
         return 0
     if config.handler is not None:
         return with_handler(config) if with_handler is not None else _continue_run_command_with_handler(argv)
-    from ripstop import launch
+    from ripstop.launch import launch_node
 
-    return launch.run(config)
+    return launch_node(config)
 
 
 def configure_run(argv: Sequence[str], environ: Mapping[str, str], registered: Collection[str] = ()) -> RunConfig:
@@ -302,7 +303,7 @@ def _run_config(args: ParsedArguments, environ: Mapping[str, str], registered: C
     conf_name = args.label("--rdzv-conf")
     handler = _handler_of_run_command(args, registered)
     conf = parsers.key_values(conf_name, args.text("--rdzv-conf")) if handler is None else {}
-    min_nodes, max_nodes = parsers.node_range(*args.labelled("--nnodes", "1"))
+    min_nodes, max_nodes = parsers.parse_node_range(*args.labelled("--nnodes", "1"))
     if handler is None:
         rdzv = rendezvous_options(args, conf, min_nodes, max_nodes, notes)
     else:
@@ -315,8 +316,8 @@ def _run_config(args: ParsedArguments, environ: Mapping[str, str], registered: C
     is_local = rdzv.backend is Backend.LOCAL
     elector: Etcd | None = None
     if rdzv.backend is Backend.ETCD:
-        elector, conf = rendezvous_conf.etcd(*args.labelled("--rdzv-endpoint"), conf_name, conf, environ)
-    timeouts, timeout_notes = rendezvous_conf.timing(
+        elector, conf = rendezvous_conf_etcd(*args.labelled("--rdzv-endpoint"), conf_name, conf, environ)
+    timeouts, timeout_notes = rendezvous_conf_timing(
         conf_name, conf, program_shutdown_timeout_option(args, environ), program_inprocess_timeout_option(args)
     )
     tls = certificates(conf_name, conf, notes)
@@ -326,7 +327,7 @@ def _run_config(args: ParsedArguments, environ: Mapping[str, str], registered: C
             "add tls_cert=FILE,tls_key=FILE"
         )
     alone = rdzv.endpoint is None and elector is None
-    token, token_notes = parsers.parse_job_secret(environ)
+    token, token_notes = parsers.parse_secret_variables(environ)
     api = monitoring_api_address_option(args, token, tls, local=is_local, notes=notes)
     if tls is not None and alone and api is None:
         notes.append(f"{conf_name} tls_… has no effect on a single node: there are no connections to encrypt")
@@ -354,7 +355,7 @@ def _run_config(args: ParsedArguments, environ: Mapping[str, str], registered: C
         budget=job_restart_budget_options(args, notes),
         timing=timeouts,
         health=monitoring_health_options(args, conf_name, conf, alone=alone),
-        quarantine=rendezvous_conf.quarantine(conf_name, conf),
+        quarantine=rendezvous_conf_quarantine(conf_name, conf),
         replicates=replicates,
         replication_bandwidth=replication_bandwidth,
         checkpoints=state_checkpoint_options(args, notes),
@@ -366,7 +367,7 @@ def _run_config(args: ParsedArguments, environ: Mapping[str, str], registered: C
         own_log=output_own_log_options(args),
         bindings=device_numa_binding_option(args, environ, slots, notes),
         virtual_local_rank=device_virtual_local_rank_option(args, environ, slots),
-        signals=parsers.signals(*args.labelled("--signals-to-handle", ",".join(STOP_SIGNALS))),
+        signals=parsers.parse_signals(*args.labelled("--signals-to-handle", ",".join(STOP_SIGNALS))),
         event_handler=output_event_handler_option(args),
         timer_pipe=monitoring_timer_pipe_option(environ, notes),
         tracing=tracing(environ, notes, coordinated=rdzv.backend is not Backend.HANDLER),

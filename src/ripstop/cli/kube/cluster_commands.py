@@ -28,7 +28,7 @@ from ripstop.kubernetes.manifests import HOME, JOB, SLOT, to_yaml
 from ripstop.kubernetes.pods import pod_waiting_reason, trainer_container_name
 from ripstop.kubernetes.spec import KIND
 from ripstop.model.errors import RipstopError, UsageError
-from ripstop.model.parsers import integer, read_bounded, read_file
+from ripstop.model.parsers import integer, read_bounded_for_parser, read_file_for_parser
 from ripstop.model.text_formatting import format_table
 
 Json = Mapping[str, Any]
@@ -86,7 +86,7 @@ def load_file_for_cluster_command(name: str) -> list[dict[str, Any]]:
     import yaml
 
     try:
-        text = (read_bounded(sys.stdin.buffer) if name == "-" else read_file(name)).decode()
+        text = (read_bounded_for_parser(sys.stdin.buffer) if name == "-" else read_file_for_parser(name)).decode()
         documents = [document for document in yaml.safe_load_all(text) if document]
     except (OSError, ValueError, yaml.YAMLError) as error:
         why = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())

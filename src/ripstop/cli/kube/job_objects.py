@@ -16,7 +16,7 @@ from ripstop.kubernetes.manifests import KINDS_WITHOUT_OPERATOR, manifests_witho
 from ripstop.kubernetes.spec import GROUP, KIND, VERSION, Spec
 from ripstop.model.config import MAX_SLOTS
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import duration, integer, key_values, node_range
+from ripstop.model.parsers import duration, integer, key_values, parse_node_range
 from ripstop.model.rendezvous_conf import ETCD_CONF, IGNORED_CONF, RDZV_CONF
 
 HELP = """\
@@ -98,7 +98,7 @@ def _kube_job_spec(args: ParsedArguments) -> dict[str, Any]:
     for flag in REJECTED_FLAGS:
         if flag in args:
             raise UsageError(f"{flag}: not available on Kubernetes: every pod gets its own settings; leave it out")
-    least, most = node_range("--nnodes", args.text("--nnodes", "1"))
+    least, most = parse_node_range("--nnodes", args.text("--nnodes", "1"))
     fields: dict[str, Any] = {"minReplicas": least, "maxReplicas": most}
     fields["replicas"] = _job_objects_integer_flag(args, "--replicas", least, most, default=most)
     if "--spares" in args:

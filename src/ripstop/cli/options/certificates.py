@@ -3,17 +3,17 @@
 from collections.abc import Mapping
 
 from ripstop.model.config import Tls
-from ripstop.model.rendezvous_conf import tls
+from ripstop.model.rendezvous_conf import rendezvous_conf_tls
 
 
 def certificates(name: str, conf: Mapping[str, str], notes: list[str]) -> Tls | None:
     """The job's certificates, checked; `name` is the label of `--rdzv-conf`."""
-    found, tls_notes = tls(name, conf)
+    found, tls_notes = rendezvous_conf_tls(name, conf)
     notes.extend(tls_notes)
     if found is not None:
-        from ripstop.transport.tls import check_certificates  # ssl: only with TLS
+        from ripstop.transport.tls import check_tls_certificates  # ssl: only with TLS
 
-        check_certificates(name, found)
+        check_tls_certificates(name, found)
     return found
 
 

@@ -44,14 +44,14 @@ def device_numa_binding_option(
     if not hasattr(os, "sched_setaffinity"):
         raise UsageError(f"{name}={text}: this system cannot bind a process to CPUs; leave {name} out")
     from ripstop.system import numa_binding
-    from ripstop.system.linux import memory_policy_syscall
+    from ripstop.system.linux import linux_memory_policy_syscall
     from ripstop.system.numa_topology import gpu_numa_nodes, read_topology
 
     visible = gpu_numa_nodes(environ)
     found = numa_binding.bindings(name, modes[text], read_topology(), visible.nodes, slots)
     if visible.note:
         notes.append(f"{name}={text}: {visible.note}")
-    if memory_policy_syscall() is None:
+    if linux_memory_policy_syscall() is None:
         notes.append(f"{name}={text}: memory is not bound: the kernel or the container forbids memory policies")
     return found
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ripstop.cli.options.flags import Flag, ParsedArguments
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import read_file
+from ripstop.model.parsers import read_file_for_parser
 
 COMMAND_LINE_ONLY = frozenset({"--help", "--config", "--dry-run"})
 
@@ -40,7 +40,7 @@ def _load_job_file(label: str, name: str) -> dict[str, Any]:
     import tomllib
 
     try:
-        return tomllib.loads(read_file(name).decode())
+        return tomllib.loads(read_file_for_parser(name).decode())
     except (OSError, ValueError) as error:  # UnicodeDecodeError and TOMLDecodeError are ValueErrors
         why = error.strerror if isinstance(error, OSError) else f"not TOML: {error}"
         raise UsageError(f"{label}: cannot be read: {why}; name a TOML file, with lines such as nnodes = 2") from None

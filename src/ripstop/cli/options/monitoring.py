@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from ripstop.cli.options.flags import ParsedArguments, note_unused_option_flags
 from ripstop.model.config import API_PORT, HealthLimits, StragglerLimits, StragglerMode, Tls
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import address, choice, duration, number, port, webhook_url
-from ripstop.model.rendezvous_conf import health_limits
+from ripstop.model.parsers import choice, duration, number, parse_address, parse_webhook_url, port
+from ripstop.model.rendezvous_conf import rendezvous_conf_health_limits
 from ripstop.model.round import Address
 from ripstop.workers.environment import TIMER_FILE
 
@@ -23,7 +23,7 @@ def monitoring_health_options(
     args: ParsedArguments, conf_name: str, conf: Mapping[str, str], *, alone: bool
 ) -> HealthLimits:
     """The limits of a healthy node; a single node, which no other can replace, has no limit on its disk by default."""
-    found = health_limits(conf_name, conf)
+    found = rendezvous_conf_health_limits(conf_name, conf)
     if alone and "min_disk" not in conf:
         found = replace(found, min_disk=0)
     if "--health-interval" in args:
@@ -77,7 +77,7 @@ def monitoring_preemption_notice_option(args: ParsedArguments) -> str:
     if "://" in text:
         if not text.startswith("http://"):
             raise UsageError(f"{name}={text}: not a file and not an http:// URL; write http://HOST/PATH, or a path")
-        return webhook_url(name, text)
+        return parse_webhook_url(name, text)
     path = Path(text)
     if not path.parent.is_dir():
         raise UsageError(f"{name}={text}: no such directory: {path.parent}; create it before the job starts")
@@ -100,7 +100,7 @@ def monitoring_api_address_option(
     if not local:
         notes.append(f"{name} has no effect on a job of several nodes: its API is at its coordinator's port")
         return None
-    endpoint = address(name, args.text("--api"), default_port=API_PORT)
+    endpoint = parse_address(name, args.text("--api"), default_port=API_PORT)
     if not token and (tls is None or tls.ca is None):
         raise UsageError(
             f"{name}={endpoint}: the API needs the job's secret, and there is none; "
@@ -134,4 +134,4 @@ def monitoring_timer_pipe_option(environ: Mapping[str, str], notes: list[str]) -
 
 
 def monitoring_notify_url_option(args: ParsedArguments) -> str:
-    return webhook_url(*args.labelled("--notify-url")) if "--notify-url" in args else ""
+    return parse_webhook_url(*args.labelled("--notify-url")) if "--notify-url" in args else ""

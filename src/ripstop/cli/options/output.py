@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ripstop.cli.options.flags import ParsedArguments
-from ripstop.model.config import LogFormat, LogLevel, Logs, OutputStreams, OwnLog, StreamMap
+from ripstop.model.config import ConfiguredStreams, LogFormat, LogLevel, Logs, OutputStreams, OwnLog
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import choice, comma_separated, local_ranks, streams
+from ripstop.model.parsers import choice, comma_separated, parse_local_ranks, parse_streams
 
 PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 LOGS_GROUP = "torchrun.logs_specs"
@@ -31,7 +31,7 @@ def output_logs_options(args: ParsedArguments, environ: Mapping[str, str], slots
         directory=directory,
         redirects=redirects,
         tee=tee,
-        shown=local_ranks(*shown, slots) if shown[1] else None,
+        shown=parse_local_ranks(*shown, slots) if shown[1] else None,
         stdout_filters=_output_filters(args, "--duplicate-stdout-filters", OutputStreams.OUT, tee, slots, notes),
         stderr_filters=_output_filters(args, "--duplicate-stderr-filters", OutputStreams.ERR, tee, slots, notes),
         prefix=prefix or Logs().prefix,
@@ -42,13 +42,13 @@ def output_logs_options(args: ParsedArguments, environ: Mapping[str, str], slots
 
 def _output_stream_map_option(
     args: ParsedArguments, flag: str, slots: int, notes: list[str], *, kept: bool
-) -> StreamMap:
+) -> ConfiguredStreams:
     name = args.label(flag)
-    chosen = streams(name, args.text(flag, "0"), slots)
+    chosen = parse_streams(name, args.text(flag, "0"), slots)
     if kept or not any(chosen.of(rank) for rank in range(slots)):
         return chosen
     notes.append(f"{name} has no effect with {args.label('--log-dir')}={os.devnull}: no files are written")
-    return StreamMap()
+    return ConfiguredStreams()
 
 
 def _output_logs_specs_option(args: ParsedArguments) -> str:
@@ -65,7 +65,7 @@ def _output_logs_specs_option(args: ParsedArguments) -> str:
 
 
 def _output_filters(
-    args: ParsedArguments, flag: str, stream: OutputStreams, tee: StreamMap, slots: int, notes: list[str]
+    args: ParsedArguments, flag: str, stream: OutputStreams, tee: ConfiguredStreams, slots: int, notes: list[str]
 ) -> tuple[str, ...]:
     if flag not in args:
         return ()

@@ -8,7 +8,7 @@ from pathlib import Path
 from ripstop.cli.options.flags import ParsedArguments, note_unused_option_flags
 from ripstop.model.config import Entrypoint, Executable, Module, Script, Standby, StartMethod
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import duration, standby_until, standby_workers
+from ripstop.model.parsers import duration, parse_standby_until, parse_standby_workers
 
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
@@ -76,8 +76,10 @@ def program_standby_options(
     warm_up = ""
     if "--standby-warmup" in args:
         warm_up = program_standby_warm_up_option(*args.labelled("--standby-warmup"), entry)
-    until = standby_until(*args.labelled("--standby-until", "script"))
-    found = standby_workers(*args.labelled("--standby", "off"), Standby(0, False, warm_up, until), entry, start, slots)
+    until = parse_standby_until(*args.labelled("--standby-until", "script"))
+    found = parse_standby_workers(
+        *args.labelled("--standby", "off"), Standby(0, False, warm_up, until), entry, start, slots
+    )
     if not found.count:
         note_unused_option_flags(args, ("--standby-warmup", "--standby-until"), "without --standby", notes)
     return found

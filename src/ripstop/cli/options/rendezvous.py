@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from ripstop.cli.options.flags import ParsedArguments, note_unused_option_flags
 from ripstop.model.config import COORDINATOR_PORT, ETCD_PORT, MASTER_PORT, MAX_NODES, Backend
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import address, boolean, host, identifier, integer, port
-from ripstop.model.rendezvous_conf import rank_by, target
+from ripstop.model.parsers import boolean, identifier, integer, parse_address, parse_host, port
+from ripstop.model.rendezvous_conf import rendezvous_conf_rank_by, rendezvous_conf_target
 from ripstop.model.round import Address, RankBy
 
 BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
@@ -111,7 +111,7 @@ def rendezvous_target_nodes_option(
         why = "on a single node" if rdzv.backend is Backend.LOCAL else "with static: all nodes have a rank"
         notes.append(f"{conf_name} target has no effect {why}")
         return None
-    return target(conf_name, conf, min_nodes, max_nodes)
+    return rendezvous_conf_target(conf_name, conf, min_nodes, max_nodes)
 
 
 def rendezvous_options_with_ranking(
@@ -125,7 +125,7 @@ def rendezvous_options_with_ranking(
 ) -> RendezvousOptions:
     """Add the order of first ranks, and this node's key in it; `started_as` is its number if a starter gave one."""
     name = args.label("--rdzv-conf")
-    by = rank_by(name, conf)
+    by = rendezvous_conf_rank_by(name, conf)
     if "rank_by" in conf and rdzv.backend in (Backend.LOCAL, Backend.STATIC):
         why = "on a single node" if rdzv.backend is Backend.LOCAL else "with static: --node-rank is the rank"
         notes.append(f"{name} rank_by has no effect {why}")
@@ -162,11 +162,11 @@ def _rendezvous_node_number(
 
 
 def _rendezvous_local_address(args: ParsedArguments) -> str | None:
-    return host(*args.labelled("--local-addr")) if "--local-addr" in args else None
+    return parse_host(*args.labelled("--local-addr")) if "--local-addr" in args else None
 
 
 def _check_etcd(args: ParsedArguments, backend: str, notes: list[str]) -> None:
-    """`rendezvous_conf.etcd` parses the addresses."""
+    """`rendezvous_conf_etcd` parses the addresses."""
     flag = args.quoted("--rdzv-backend")
     if not args.text("--rdzv-endpoint"):
         raise UsageError(
@@ -208,7 +208,7 @@ def _rendezvous_endpoints(
     endpoint = _rendezvous_endpoint(args, name, first, max_nodes)
     if not others:
         return endpoint, ()
-    found = tuple(dict.fromkeys(address(name, part, default_port=COORDINATOR_PORT) for part in text.split(",")))
+    found = tuple(dict.fromkeys(parse_address(name, part, default_port=COORDINATOR_PORT) for part in text.split(",")))
     if not all(each.port for each in found):
         raise UsageError(f"{name}={text}: several nodes need fixed ports, not 0; write HOST:{COORDINATOR_PORT}")
     if len(found) > MAX_ENDPOINTS:
@@ -231,7 +231,7 @@ def _rendezvous_endpoint(args: ParsedArguments, name: str, text: str, max_nodes:
             f"{args.quoted('--nnodes')}: several nodes need a rendezvous endpoint; "
             f"write --rdzv-endpoint=HOST:{COORDINATOR_PORT}, the same on all nodes"
         )
-    endpoint = address(name, text, default_port=COORDINATOR_PORT)
+    endpoint = parse_address(name, text, default_port=COORDINATOR_PORT)
     if endpoint.port:
         return endpoint
     if max_nodes == 1:
@@ -243,13 +243,14 @@ def _rendezvous_master_option(args: ParsedArguments, notes: list[str]) -> Addres
     """The address of static's node 0; None if no flag names it."""
     if args.text("--rdzv-endpoint"):
         note_unused_option_flags(args, MASTER_FLAGS, "with --rdzv-endpoint", notes)
-        return address(*args.labelled("--rdzv-endpoint"), default_port=MASTER_PORT)
+        return parse_address(*args.labelled("--rdzv-endpoint"), default_port=MASTER_PORT)
     if not any(flag in args for flag in MASTER_FLAGS):
         return None
     if "--master-addr" not in args and args.text("--nnodes", "1") not in ("1", "1:1"):
         notes.append("no --master-addr: using 127.0.0.1, so all nodes must be on this machine")
     return Address(
-        host(*args.labelled("--master-addr", "127.0.0.1")), port(*args.labelled("--master-port", str(MASTER_PORT)))
+        parse_host(*args.labelled("--master-addr", "127.0.0.1")),
+        port(*args.labelled("--master-port", str(MASTER_PORT))),
     )
 
 

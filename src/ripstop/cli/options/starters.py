@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ripstop.cli.options.flags import ParsedArguments
 from ripstop.model.config import STOP_SIGNALS
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import boolean, integer, key_values, node_range
+from ripstop.model.parsers import boolean, integer, key_values, parse_node_range
 from ripstop.starters.aws_batch import read_aws_batch
 from ripstop.starters.mpi import is_open_mpi, read_mpi
 from ripstop.starters.slurm import is_slurm_step, read_slurm, slurm_nodes_without_step
@@ -69,7 +69,7 @@ def _is_slurm_starter(args: ParsedArguments, environ: Mapping[str, str], notes: 
             f"SLURM_JOB_ID={job} and OMPI_COMM_WORLD_SIZE={environ['OMPI_COMM_WORLD_SIZE']}: mpirun in a Slurm job; "
             "write srun instead of mpirun, or add --rdzv-backend=mpi --rdzv-endpoint=HOST"
         )
-    if outside > 1 and "--nnodes" in args and node_range(*args.labelled("--nnodes"))[1] > 1:
+    if outside > 1 and "--nnodes" in args and parse_node_range(*args.labelled("--nnodes"))[1] > 1:
         raise UsageError(
             f"{args.quoted('--nnodes')}: srun did not start this process, so it has one node of SLURM_JOB_ID={job}; "
             "write srun --ntasks-per-node=1 ripstop run …"
@@ -102,7 +102,7 @@ def _starter_nnodes(args: ParsedArguments, start: Start, notes: list[str]) -> st
     """--nnodes, with the starter's number of nodes as the maximum."""
     if "--nnodes" not in args:
         return str(start.nodes)
-    least, most = node_range(*args.labelled("--nnodes"))
+    least, most = parse_node_range(*args.labelled("--nnodes"))
     flag = args.quoted("--nnodes")
     if not least <= start.nodes <= most:
         remedy = "--standalone for a job of its own on each node" if most == 1 else f"--nnodes={start.nodes}"

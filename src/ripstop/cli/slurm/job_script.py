@@ -13,7 +13,7 @@ from ripstop.cli.commands.run import FLAGS as RUN_FLAGS
 from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse_flags
 from ripstop.model.config import MAX_SLOTS
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import duration, identifier, integer, node_range
+from ripstop.model.parsers import duration, identifier, integer, parse_node_range
 
 HELP = """\
   --name NAME                 the job's name (the name of the script)
@@ -68,7 +68,7 @@ def job_script(args: ParsedArguments) -> str:
             raise UsageError(f"{flag}: not available here: every node gets its own settings from srun; leave it out")
     if not args.program or not args.program[0]:
         raise UsageError("no script; write it after the flags: ripstop slurm render --nnodes=2 train.py")
-    least, most = node_range(*args.labelled("--nnodes", "1"))
+    least, most = parse_node_range(*args.labelled("--nnodes", "1"))
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _sbatch_options(args, least, most)), ""]
     if "--setup" in args:
         lines += [args.text("--setup"), ""]

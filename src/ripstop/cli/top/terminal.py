@@ -25,7 +25,7 @@ from ripstop.cli.top.screen import (
     text_screen,
 )
 from ripstop.model.errors import RipstopError
-from ripstop.model.text_formatting import clean, ranges
+from ripstop.model.text_formatting import format_clean_text, format_ranges
 
 KEY_WAIT_MS = 200
 REDRAW_S = 1.0  # durations grow
@@ -108,7 +108,7 @@ class Terminal:
         self._window.refresh()
 
     def _printable(self, text: str) -> str:
-        text = clean(text).replace("\n", " ").replace("\t", "    ")
+        text = format_clean_text(text).replace("\n", " ").replace("\t", "    ")
         return text if self._window.encoding.lower() in ("utf-8", "utf8") else screen_characters_as_ascii(text)
 
     def _refresh(self, view: TextView) -> None:
@@ -226,7 +226,7 @@ class Terminal:
                 text: str = self._reader.job.get(f"/logs/{rank}", tail=LOG_LINES)["text"]
             except RipstopError as error:
                 return [str(error)]
-            return clean(text).splitlines()
+            return format_clean_text(text).splitlines()
 
         self._open(TextView(f"stderr of rank {rank}", [], None, read))
 
@@ -249,7 +249,7 @@ class Terminal:
             groups.setdefault("\n".join(frames), []).append(stack["rank"])
         lines = [f"{node['node']}: {node['why']}" for node in reply["unanswered"]]
         for text, ranks in sorted(groups.items(), key=lambda group: len(group[1])):
-            lines += [f"ranks {ranges(sorted(ranks))}:", *text.splitlines(), ""]
+            lines += [f"ranks {format_ranges(sorted(ranks))}:", *text.splitlines(), ""]
         self._open(TextView(f"{len(reply['stacks'])} workers, {len(groups)} stacks, the rarest first", lines))
 
     def _open(self, view: TextView) -> None:

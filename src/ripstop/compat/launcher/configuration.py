@@ -25,7 +25,7 @@ from ripstop.compat.multiprocessing import DefaultLogsSpecs, LogsSpecs
 from ripstop.compat.rendezvous import rendezvous_handler_registry
 from ripstop.model.config import Entrypoint, Executable, Module, RunConfig, Script, Standby, StartMethod
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import standby_until, standby_workers
+from ripstop.model.parsers import parse_standby_until, parse_standby_workers
 
 log = logging.getLogger("ripstop.compat")
 
@@ -116,8 +116,8 @@ def _launcher_config_standby(config: LaunchConfig, entry: Entrypoint, start: Sta
             if config.standby_warmup
             else ""
         )
-        settings = Standby(0, False, warm_up, standby_until("standby_until", config.standby_until))
-        return standby_workers("standby", text, settings, entry, start, config.nproc_per_node)
+        settings = Standby(0, False, warm_up, parse_standby_until("standby_until", config.standby_until))
+        return parse_standby_workers("standby", text, settings, entry, start, config.nproc_per_node)
     except UsageError as error:
         raise ValueError(str(error)) from None
 

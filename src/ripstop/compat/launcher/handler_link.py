@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from ripstop import cli, launch
+from ripstop import cli
 from ripstop.compat.rendezvous import RendezvousParameters, get_rendezvous_handler
 from ripstop.compat.rendezvous.endpoint import parse_rendezvous_endpoint
 from ripstop.compat.rendezvous.handler import (
@@ -45,8 +45,9 @@ from ripstop.compat.rendezvous.handler import (
 from ripstop.coordinator import ranks
 from ripstop.coordinator.restart_budget import RestartBudget, is_early_for_restart_budget
 from ripstop.diagnostics.failure_ranking import rank_failures, root_cause, trimmed_ranking
+from ripstop.launch import launch_node
 from ripstop.model.config import RunConfig
-from ripstop.model.failure import Failure, JobEnd, how_it_ended
+from ripstop.model.failure import Failure, JobEnd, failure_in_short
 from ripstop.model.round import Address, Node, Outcome, Place
 from ripstop.protocol import codec
 from ripstop.protocol.messages import (
@@ -326,7 +327,7 @@ class HandlerLink:
 
     def _culprit(self) -> str:
         failure = root_cause(self._failures)
-        return f"rank {failure.rank} on {failure.host} {how_it_ended(failure)}" if failure else "a worker failed"
+        return f"rank {failure.rank} on {failure.host} {failure_in_short(failure)}" if failure else "a worker failed"
 
 
 # messages through the round's store -----------------------------------------------------------------------------------
@@ -424,4 +425,4 @@ def main() -> int:
 
 def _run_with_handler_link(config: RunConfig) -> int:
     assert config.handler is not None, "the configuration names a handler"
-    return launch.run(config, link_to_handler(config, dict(config.handler.conf)))
+    return launch_node(config, link_to_handler(config, dict(config.handler.conf)))

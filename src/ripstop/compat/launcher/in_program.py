@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from ripstop import launch
 from ripstop.agent.machine_io import ExitAgent
 from ripstop.compat.agent.health_check import HealthCheckServer
 from ripstop.compat.events import get_logging_handler
@@ -32,6 +31,7 @@ from ripstop.compat.launcher.spawners import LauncherCommandSpawner, LauncherFun
 from ripstop.compat.multiprocessing.function_worker import Inherited
 from ripstop.compat.multiprocessing.logs_specs import is_created_by_logs_specs
 from ripstop.compat.utils import macros
+from ripstop.launch import SECRET_VARIABLES, bind_launch_endpoint, run_launched_agent
 from ripstop.logs.console import Console
 from ripstop.logs.directory import LogDirectory
 from ripstop.model.config import RunConfig
@@ -53,7 +53,7 @@ def run_engine_in_program(
     """How this node's part of the job ended, and the workers' return values by global rank."""
     handled = *(signal.Signals[each] for each in run.signals), signal.SIGINT, signal.SIGCHLD  # by the engine or asyncio
     inherited = Inherited(handled, open_descriptors())
-    environ = {key: value for key, value in os.environ.items() if key not in launch.SECRET_VARIABLES}
+    environ = {key: value for key, value in os.environ.items() if key not in SECRET_VARIABLES}
     results = Path(tempfile.mkdtemp(prefix="ripstop_results_"))
     children = Children(in_program=True)
     spawner: LauncherFunctionSpawner | LauncherCommandSpawner
@@ -72,7 +72,7 @@ def run_engine_in_program(
             directory = LogDirectory(run.logs, run.run_id, made_up=is_created_by_logs_specs(run.logs.directory))
             if server is not None:
                 server.ready_callback = lambda: spawner.has_started
-            if (bound := launch.bind_endpoint(run)) is not None:
+            if (bound := bind_launch_endpoint(run)) is not None:
                 parts.callback(bound.listening.close)
             sinks = []
             if not isinstance(get_logging_handler(config.event_log_handler), logging.NullHandler):
@@ -83,7 +83,7 @@ def run_engine_in_program(
             link = link_to_handler(run, config.rdzv_configs) if run.handler is not None else None
             console = Console(_in_program_output_objects())
             part = partial(
-                launch.run_agent, run, directory, spawner, environ, bound, source, sinks, link, console=console
+                run_launched_agent, run, directory, spawner, environ, bound, source, sinks, link, console=console
             )
             if _is_in_event_loop():
                 end = _run_engine_in_thread(part)

@@ -185,7 +185,7 @@ class LauncherFunctionSpawner:
             stdout=str(spec.stdout or ""),
             stderr=str(spec.stderr or ""),
             result=os.fspath(result),
-            bind=Bind(spec.binding, linux.memory_policy_syscall()) if spec.binding else None,
+            bind=Bind(spec.binding, linux.linux_memory_policy_syscall()) if spec.binding else None,
             parent=None if self._method == "forkserver" else os.getpid(),
             inherited=self._inherited,
         )

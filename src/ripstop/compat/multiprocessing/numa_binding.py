@@ -52,4 +52,4 @@ def multiprocessing_numa_binding(numa_options: Any, local_rank: int) -> Callable
             raise
         log.warning("worker %s is not bound: %s", local_rank, error)
         return None
-    return Bind(binding, linux.memory_policy_syscall() if binding.memory is not None else None)
+    return Bind(binding, linux.linux_memory_policy_syscall() if binding.memory is not None else None)

@@ -1,7 +1,7 @@
 """`torch.distributed.elastic.rendezvous.utils`: parses the endpoint `HOST[:PORT]`."""
 
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import address, key_values
+from ripstop.model.parsers import key_values, parse_address
 
 __all__ = ["parse_rendezvous_endpoint"]
 
@@ -12,7 +12,7 @@ def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[
     if not text:
         return "localhost", default_port
     try:
-        found = address("endpoint", text, default_port=default_port)
+        found = parse_address("endpoint", text, default_port=default_port)
     except UsageError as error:
         raise ValueError(str(error)) from None
     return found.host, found.port

@@ -27,8 +27,9 @@ from ripstop.compat.rendezvous.etcd_store import EtcdStore
 from ripstop.compat.rendezvous.handler import RendezvousConnectionError, RendezvousHandler
 from ripstop.compat.rendezvous.sync_etcd_client import SyncEtcdClient
 from ripstop.election.etcd_client import Denied, Unavailable
-from ripstop.model import parsers, rendezvous_conf
+from ripstop.model import parsers
 from ripstop.model.errors import UsageError
+from ripstop.model.rendezvous_conf import rendezvous_conf_etcd
 
 __all__ = [
     "EtcdRendezvous",
@@ -190,7 +191,7 @@ def _etcd_rendezvous_client(params: Any) -> Iterator[tuple[SyncEtcdClient, float
     conf = {key: str(value) for key, value in params.config.items()}
     try:
         read_timeout = parsers.duration("read_timeout", conf.get("read_timeout", str(READ_TIMEOUT_S)), positive=True)
-        settings, _ = rendezvous_conf.etcd("endpoint", params.endpoint, "RendezvousParameters", conf, os.environ)
+        settings, _ = rendezvous_conf_etcd("endpoint", params.endpoint, "RendezvousParameters", conf, os.environ)
     except UsageError as error:
         raise ValueError(str(error)) from None
     client = SyncEtcdClient(settings)

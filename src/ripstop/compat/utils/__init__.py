@@ -86,7 +86,7 @@ def get_logger(name: str | None = None) -> Logger:
 
 def read_proc_state(pid: int) -> str | None:
     """The letter of the process's state (R, S, D, Z …); None if there is no such process."""
-    process = linux.read_process(pid)
+    process = linux.read_linux_process(pid)
     return process.state if process is not None else None
 
 

@@ -235,7 +235,7 @@ class Zygote:
     def _kill_sessions(self) -> NoReturn:
         """The agent has ended: kill what is left of the workers' sessions, then exit (rule 4)."""
         sys.path.insert(0, self.import_root)
-        from ripstop.system.linux import processes
+        from ripstop.system.linux import linux_processes
 
         # A pid is not reused while a session has its number.  If the pid now has another start time, the session has
         # ended and the number belongs to another process.
@@ -244,7 +244,7 @@ class Zygote:
             for pid, start in self.worker_start_times.items()
             if not os.path.exists(f"/proc/{pid}") or is_worker_of_zygote_process(pid, start)
         }
-        while left := [p.pid for p in processes() if p.session in sessions and not p.dead]:
+        while left := [p.pid for p in linux_processes() if p.session in sessions and not p.dead]:
             for pid in left:
                 try:
                     os.kill(pid, _signal.SIGKILL)
