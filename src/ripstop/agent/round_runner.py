@@ -259,16 +259,10 @@ class RoundRunner:
         group.discard([rank for rank in range(place.slots) if rank not in staying])
         for rank in set(kept) - staying:  # it has just exited
             self._loop.call_soon(self._report, machine_io.WorkerReformed(place.round, rank))
-        self._run_task(self._reform(round, group, logs, why, grace, old_store))
+        self._run_task(self._reform(round, group, why, grace, old_store))
 
     async def _reform(
-        self,
-        round: AgentRound,
-        group: Group,
-        logs: KeptLogDirectories,
-        why: str,
-        grace: float,
-        old_store: RoundStore | None,
+        self, round: AgentRound, group: Group, why: str, grace: float, old_store: RoundStore | None
     ) -> None:
         began, place = self._loop.time(), round.place
         try:
@@ -280,18 +274,18 @@ class RoundRunner:
             missing = [rank for rank in range(place.slots) if rank not in round.reforming]
             for rank, pid in group.live.items():
                 if rank in round.reforming:
-                    env = self._specs.environment(place, rank, logs.error_file(rank))
+                    env = self._specs.environment(place, rank, round.logs.error_file(rank))
                     self._elastic.tell(pid, place.round, {name: env[name] for name in ROUND_VARIABLES})
             round.memory_at_start = memory_evidence()  # after `tell`: the surviving workers must not wait for it
-            await self._start_in_place(round, group, logs, missing, grace)
+            await self._start_in_place(round, missing, grace)
         except StartError as error:
             self._on_start_failed(round, error)
             return
         self._on_started(round, group, why, began)
 
-    async def _start_in_place(
-        self, round: AgentRound, group: Group, logs: KeptLogDirectories, local_ranks: Sequence[int], grace: float
-    ) -> None:
+    async def _start_in_place(self, round: AgentRound, local_ranks: Sequence[int], grace: float) -> None:
+        group, logs = round.group, round.logs
+        assert group is not None and isinstance(logs, KeptLogDirectories), "only beside workers that went on"
         round.starting |= set(local_ranks)
         ranks = sorted(round.starting)
         if self._logs_source is not None and ranks:
@@ -320,11 +314,11 @@ class RoundRunner:
         self._run_task(self._replace(round, local_ranks))
 
     async def _replace(self, round: AgentRound, local_ranks: Sequence[int]) -> None:
-        began, group, logs = self._loop.time(), round.group, round.logs
-        assert group is not None and isinstance(logs, KeptLogDirectories), "only workers that went on are replaced"
+        began, group = self._loop.time(), round.group
+        assert group is not None, "its workers exist"
         round.close_monitor()
         try:
-            await self._start_in_place(round, group, logs, local_ranks, 0.0)
+            await self._start_in_place(round, local_ranks, 0.0)
         except StartError as error:
             self._on_start_failed(round, error)
             return
