@@ -11,7 +11,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ripstop.agent.machine_io import ExitAgent
-from ripstop.diagnostics.failure_report import render, to_json
+from ripstop.diagnostics.failure_report import failure_report_json, render_failure_report
 from ripstop.logs.directory import LogDirectory
 from ripstop.model.config import LogFormat
 from ripstop.model.failure import JobEnd
@@ -19,15 +19,17 @@ from ripstop.model.round import Outcome
 from ripstop.model.text_formatting import clean, one_line
 from ripstop.system.safe_files import replace_file
 from ripstop.system.stderr_terminal import has_colors, terminal_width
-from ripstop.telemetry.stderr_log import StderrPrinter
+from ripstop.telemetry.stderr_log import StderrLogPrinter
 
 REPORT_WIDTH = 100
 CONSOLE_TIMEOUT_MS = 1000  # for a console that is slow to read
 
 
-def print_report(report: JobEnd, printer: StderrPrinter, level: int = logging.ERROR) -> None:
+def print_report(report: JobEnd, printer: StderrLogPrinter, level: int = logging.ERROR) -> None:
     """At a terminal, in its width, and the outcome and the root cause of a failure in red."""
-    text = shown = render(report, min(REPORT_WIDTH, terminal_width() if os.isatty(2) else REPORT_WIDTH)).rstrip("\n")
+    text = shown = render_failure_report(
+        report, min(REPORT_WIDTH, terminal_width() if os.isatty(2) else REPORT_WIDTH)
+    ).rstrip("\n")
     if level >= logging.ERROR and has_colors(os.environ):
         outcome, blank, rest = text.partition("\n\n")
         rest = re.sub(r"^root cause: .*", "\x1b[1;31m\\g<0>\x1b[0m", rest, flags=re.MULTILINE)
@@ -35,7 +37,7 @@ def print_report(report: JobEnd, printer: StderrPrinter, level: int = logging.ER
     printer.line(text, level, shown)
 
 
-def print_result(end: ExitAgent, directory: LogDirectory, printer: StderrPrinter) -> None:
+def print_result(end: ExitAgent, directory: LogDirectory, printer: StderrLogPrinter) -> None:
     """Print the report or the error of an unsuccessful end, and save the report beside the logs."""
     has_succeeded = end.report is not None and end.report.outcome is Outcome.SUCCEEDED
     directory.tidy(succeeded=has_succeeded)
@@ -49,7 +51,7 @@ def print_result(end: ExitAgent, directory: LogDirectory, printer: StderrPrinter
         if directory.kept:
             result = str(path := directory.path / "report.json")
             try:
-                replace_file(path, to_json(end.report))
+                replace_file(path, failure_report_json(end.report))
             except OSError as error:
                 result += f" cannot be written ({error.strerror}); choose another directory with --log-dir"
             printer.line(f"report: {result}", logging.ERROR, f"report: {result}")
@@ -57,7 +59,7 @@ def print_result(end: ExitAgent, directory: LogDirectory, printer: StderrPrinter
         printer.line(f"error: {one_line(end.why)}", logging.ERROR)
 
 
-def write_job_report(directory: LogDirectory, printer: StderrPrinter) -> None:
+def write_job_report(directory: LogDirectory, printer: StderrLogPrinter) -> None:
     """On the coordinator's node: write the report of the whole job beside its events, and print its path."""
     if not directory.has_job_events or not directory.kept:
         return
@@ -93,7 +95,7 @@ def _without_deleted_files(report: JobEnd, directory: LogDirectory) -> JobEnd:
     return replace(report, failures=tuple(failures))
 
 
-def write_termination_message(file: Path, end: ExitAgent, printer: StderrPrinter) -> None:
+def write_termination_message(file: Path, end: ExitAgent, printer: StderrLogPrinter) -> None:
     from ripstop.api.termination_message import termination_message
 
     try:

@@ -28,7 +28,7 @@ from ripstop.diagnostics.failure_log import FailureLog
 from ripstop.election.elected_link import ElectedLink
 from ripstop.final_output import print_report, print_result, write_job_report, write_termination_message
 from ripstop.logs.console import Console
-from ripstop.logs.directory import LogDirectory, LogsSource
+from ripstop.logs.directory import LogDirectory, LogDirectorySource
 from ripstop.model.config import (
     Backend,
     CoordinatorConfig,
@@ -45,17 +45,17 @@ from ripstop.model.events import Sink
 from ripstop.model.failure import JobEnd
 from ripstop.model.round import Address, Node, Outcome, RankBy
 from ripstop.protocol import secret
-from ripstop.starters.user_key import job_secret
+from ripstop.starters.user_key import job_secret_from_user_key
 from ripstop.system.live_line import LiveLine, can_show
 from ripstop.system.stderr_terminal import has_colors
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS, EventFile
-from ripstop.telemetry.stderr_log import StderrPrinter, log_to_stderr
+from ripstop.telemetry.stderr_log import StderrLogPrinter, log_to_stderr
 from ripstop.transport.endpoint import Bound, bind, bind_first_endpoint
 from ripstop.transport.link import InProcessLink, Link
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.processes import Children
 from ripstop.workers.saver_process import prepare_saver_directory
-from ripstop.workers.spawner import Spawner, Starter
+from ripstop.workers.spawner import Spawner, WorkerSpawner
 
 log = logging.getLogger("ripstop")
 
@@ -74,14 +74,14 @@ def run(config: RunConfig, link: Link | None = None) -> int:
     live = _live_line(config)
     with log_to_stderr(config.own_log, config.notes, with_coordinator=config.backend is not Backend.LOCAL, live=live):
         if config.user_key is not None:
-            config = replace(config, token=job_secret(config.user_key))
+            config = replace(config, token=job_secret_from_user_key(config.user_key))
         directory = LogDirectory(config.logs, config.run_id)
         if config.checkpoints is not None:
             prepare_saver_directory(config.checkpoints.directory)
         end = _run_with_workers(config, directory, link, live)
         if (report := end.report) is not None and report.outcome is Outcome.SUCCEEDED:
             log.info("job=%s succeeded rounds=%d restarts=%d", report.run_id, report.rounds, report.restarts)
-    printer = StderrPrinter("run", config.own_log)
+    printer = StderrLogPrinter("run", config.own_log)
     print_result(end, directory, printer)
     write_job_report(directory, printer)
     if config.termination_log is not None:
@@ -127,10 +127,10 @@ def _run_with_workers(
 async def run_agent(
     config: RunConfig,
     directory: LogDirectory,
-    spawner: Starter,
+    spawner: WorkerSpawner,
     environ: dict[str, str],
     bound: Bound | None,
-    logs_source: LogsSource | None = None,
+    logs_source: LogDirectorySource | None = None,
     sinks: Sequence[Sink] = (),
     link: Link | None = None,
     probe_socket: socket.socket | None = None,
@@ -256,7 +256,7 @@ def coordinate(config: CoordinatorConfig) -> int:
         assert bound is not None, "bind raises if it cannot bind a required endpoint"
         _check_bound(bound, config)
         end = asyncio.run(_run_coordinator(config, bound, directory))
-    printer = StderrPrinter("coordinator", config.own_log)
+    printer = StderrLogPrinter("coordinator", config.own_log)
     if isinstance(end, JobEnd):
         level = logging.INFO if end.outcome is Outcome.SUCCEEDED else logging.ERROR
         print_report(end, printer, level)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from ripstop.cli import job_client
-from ripstop.cli.job_client import JobUnreachable, RequestRejected, RunningJob, find_job
+from ripstop.cli.job_client import JobClient, JobUnreachable, RequestRejected, find_job_client
 from ripstop.cli.options.flags import ParsedArguments
 from ripstop.model.round import Address
 from ripstop.system.network import enable_keepalive
@@ -17,7 +17,7 @@ DEADLINE = 120.0
 
 
 @contextmanager
-def coordinator(*parts: bytes) -> Iterator[tuple[RunningJob, threading.Event]]:
+def coordinator(*parts: bytes) -> Iterator[tuple[JobClient, threading.Event]]:
     """Sends the first part at once and the others after the event; without parts, waits for the client to close."""
     go_on = threading.Event()
 
@@ -35,7 +35,7 @@ def coordinator(*parts: bytes) -> Iterator[tuple[RunningJob, threading.Event]]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        yield RunningJob("job", None, Address(*listening.getsockname()), "", None), go_on
+        yield JobClient("job", None, Address(*listening.getsockname()), "", None), go_on
         thread.join(DEADLINE)
 
 
@@ -99,7 +99,7 @@ def test_of_several_addresses_the_one_where_the_coordinator_answers_is_used() ->
     with coordinator(NOT_HERE) as (candidate, _), coordinator(HERE) as (elected, _):
         assert candidate.endpoint and elected.endpoint
         endpoints = f"{refusing},{candidate.endpoint},{elected.endpoint}"
-        found = find_job(ParsedArguments({"--endpoint": endpoints}, {}, ()), {})
+        found = find_job_client(ParsedArguments({"--endpoint": endpoints}, {}, ()), {})
     assert found.endpoint == elected.endpoint
 
 
@@ -107,4 +107,4 @@ def test_if_no_address_has_the_coordinator_the_reply_of_a_node_is_the_error() ->
     with socket.create_server(("127.0.0.1", 0)) as closed:
         refusing = Address(*closed.getsockname())
     with coordinator(NOT_HERE) as (candidate, _), pytest.raises(RequestRejected, match="not here"):
-        find_job(ParsedArguments({"--endpoint": f"{refusing},{candidate.endpoint}"}, {}, ()), {})
+        find_job_client(ParsedArguments({"--endpoint": f"{refusing},{candidate.endpoint}"}, {}, ()), {})

@@ -11,18 +11,18 @@ import pytest
 from ripstop.cli import main
 from ripstop.cli.commands.kube import COMMANDS
 from ripstop.cli.kube.cluster_commands import describe_cluster_job, ripstop_command_on_cluster
-from ripstop.cli.kube.job_objects import job_objects, parse_kube_arguments
-from ripstop.kubernetes.deploy import is_rolled_out
-from ripstop.kubernetes.manifests import Owner, pod
-from ripstop.kubernetes.pods import waiting_reason
-from ripstop.kubernetes.spec import Spec, read
+from ripstop.cli.kube.job_objects import job_objects, parse_job_objects_arguments
+from ripstop.kubernetes.deploy import is_deployment_rolled_out
+from ripstop.kubernetes.manifests import Owner, pod_manifest
+from ripstop.kubernetes.pods import pod_waiting_reason
+from ripstop.kubernetes.spec import Spec, read_spec
 
 IMAGE = "--image=registry.example/train:7"
 TORCHRUN = "--nnodes=2:4 --nproc-per-node=8 --max-restarts=3 train.py --lr 0.1"
 
 
 def render(line: str) -> list[dict[str, Any]]:
-    return job_objects(parse_kube_arguments([IMAGE, *line.split()]), "t0ken")
+    return job_objects(parse_job_objects_arguments([IMAGE, *line.split()]), "t0ken")
 
 
 def spec(line: str) -> dict[str, Any]:
@@ -129,9 +129,9 @@ def test_variables_of_this_shell_are_not_the_pods(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_operator_takes_what_is_rendered_and_the_agent_what_the_operator_makes_of_it() -> None:
-    found = read("train", spec(TORCHRUN))
+    found = read_spec("train", spec(TORCHRUN))
     assert isinstance(found, Spec)
-    made = pod(Owner("train", "ml", "u-1"), found, 1)
+    made = pod_manifest(Owner("train", "ml", "u-1"), found, 1)
     env = {v["name"]: v.get("value", "") for v in made["spec"]["containers"][0]["env"]}
     assert (env["PET_NNODES"], env["PET_NPROC_PER_NODE"], env["PET_MAX_RESTARTS"]) == ("2:4", "8", "3")
 
@@ -344,22 +344,23 @@ RUNS = {"observedGeneration": 2, "replicas": 1, "updatedReplicas": 1, "available
     ],
 )
 def test_an_operator_is_installed_when_its_latest_version_runs(status: dict[str, int], done: bool) -> None:
-    assert is_rolled_out(a_deployment(**status)) is done
+    assert is_deployment_rolled_out(a_deployment(**status)) is done
 
 
 def test_the_reason_why_an_operators_pod_waits_is_the_clusters() -> None:
     wait = {"reason": "ImagePullBackOff", "message": "Back-off pulling image x:1"}
     status: dict[str, Any] = {"containerStatuses": [{"state": {"waiting": wait}}]}
-    assert waiting_reason({"metadata": {"name": "p"}, "status": status}) == (
+    assert pod_waiting_reason({"metadata": {"name": "p"}, "status": status}) == (
         "pod p: ImagePullBackOff: Back-off pulling image x:1"
     )
     leaving = {"name": "p", "deletionTimestamp": "2027-01-15T08:00:00Z"}
-    assert waiting_reason({"metadata": leaving, "status": status}) == "", "it is of the version before"
+    assert pod_waiting_reason({"metadata": leaving, "status": status}) == "", "it is of the version before"
     nowhere = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
     assert (
-        waiting_reason({"metadata": {"name": "p"}, "status": {"conditions": [nowhere]}})
+        pod_waiting_reason({"metadata": {"name": "p"}, "status": {"conditions": [nowhere]}})
         == "pod p: Unschedulable: 0/3 nodes"
     )
     assert (
-        waiting_reason({"metadata": {"name": "p"}, "status": {"containerStatuses": [{"state": {"running": {}}}]}}) == ""
+        pod_waiting_reason({"metadata": {"name": "p"}, "status": {"containerStatuses": [{"state": {"running": {}}}]}})
+        == ""
     )

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from ripstop.cli.job_client import RunningJob
-from ripstop.cli.page_proxy import PageProxy, redirecting_file, require_local_page_host
+from ripstop.cli.job_client import JobClient
+from ripstop.cli.page_proxy import PageProxy, page_proxy_redirect_file, require_local_page_host
 from ripstop.model.round import Address
 
 REPLY_HEADERS = {"Set-Cookie": "a=b", "X-Other": "x", "Access-Control-Allow-Origin": "*", "Cache-Control": "no-store"}
@@ -61,7 +61,7 @@ async def serving() -> AsyncIterator[Server]:
     job = web.Application()
     job.router.add_route("*", "/{path:.*}", server.answer)
     async with listening(job) as job_port:
-        proxy = PageProxy(lambda: RunningJob("job", None, Address("127.0.0.1", job_port), "the-job-s-token", None))
+        proxy = PageProxy(lambda: JobClient("job", None, Address("127.0.0.1", job_port), "the-job-s-token", None))
         app = web.Application(middlewares=[require_local_page_host])
         proxy.mount(app)
         server.token = proxy.token
@@ -165,7 +165,7 @@ def test_redirects_are_not_followed_and_only_known_headers_come_back() -> None:
 
 def test_the_browser_s_file_is_private_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with redirecting_file("http://127.0.0.1:1/#token=abc") as file:
+    with page_proxy_redirect_file("http://127.0.0.1:1/#token=abc") as file:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600 and stat.S_IMODE(file.parent.stat().st_mode) == 0o700
         assert 'url=http://127.0.0.1:1/#token=abc"' in file.read_text()
     assert not list(tmp_path.iterdir())

@@ -8,7 +8,7 @@ import pytest
 
 from ripstop.cli.commands.run import configure_run
 from ripstop.cli.options.flags import ParsedArguments
-from ripstop.cli.options.rendezvous import RendezvousOptions, with_ranking
+from ripstop.cli.options.rendezvous import RendezvousOptions, rendezvous_options_with_ranking
 from ripstop.diagnostics.timer_pipe import Pipe
 from ripstop.model.config import (
     Backend,
@@ -251,7 +251,7 @@ def test_a_node_has_its_key_for_the_rank_order(
 
 def number_of(machine: str, notes: list[str]) -> int | None:
     args, rdzv = ParsedArguments({}, {}, ()), RendezvousOptions(Backend.COORDINATOR)
-    return with_ranking(args, {"rank_by": "slot"}, rdzv, {}, machine, notes).node_number
+    return rendezvous_options_with_ranking(args, {"rank_by": "slot"}, rdzv, {}, machine, notes).node_number
 
 
 @pytest.mark.parametrize(("machine", "number"), [("trainer-3", 3), ("a-b-017.cluster.local", 17)])

@@ -12,7 +12,7 @@ from ripstop.cli.dry_run import describe_dry_run
 from ripstop.model.config import STOP_SIGNALS, Backend, RunConfig, UserKey
 from ripstop.model.errors import UsageError
 from ripstop.model.round import Address, RankBy
-from ripstop.starters.user_key import job_secret
+from ripstop.starters.user_key import job_secret_from_user_key
 from tests.starters.variables import AWS_BATCH, BATCH_SCRIPT, OPEN_MPI, srun
 
 Read = Callable[..., RunConfig]
@@ -195,7 +195,7 @@ def test_a_mistake_in_a_step_of_srun_is_one_line_and_exit_code_2(
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RIPSTOP_TOKEN", raising=False)
-    monkeypatch.setattr("ripstop.launch.job_secret", partial(job_secret, timeout=0.5))
+    monkeypatch.setattr("ripstop.launch.job_secret_from_user_key", partial(job_secret_from_user_key, timeout=0.5))
     for name, value in srun(1, HOME=f"{tmp_path}/not-mounted", **changed).items():
         monkeypatch.setenv(name, value)
     assert main(["run", *flags.split(), "train.py"]) == 2

@@ -6,18 +6,18 @@ import pytest
 from msgspec.structs import replace
 
 from ripstop.compat.rendezvous.compare_and_set import (
+    CompareAndSetParticipant,
+    CompareAndSetState,
     Done,
     Formed,
-    Participant,
     ParticipantSettings,
     RendezvousClosed,
-    SharedState,
     Step,
     StoreAddress,
     Wait,
     Write,
-    decode,
-    encode,
+    decode_compare_and_set_state,
+    encode_compare_and_set_state,
 )
 from ripstop.model.errors import ProtocolError
 
@@ -32,8 +32,8 @@ class Group:
     """Participants that take steps one after the other, on one state."""
 
     def __init__(self, *nodes: str) -> None:
-        self.state = SharedState("job")
-        self.members = {node: Participant(node, SETTINGS) for node in nodes}
+        self.state = CompareAndSetState("job")
+        self.members = {node: CompareAndSetParticipant(node, SETTINGS) for node in nodes}
 
     def join(self, node: str, now: float = 0.0) -> Step:
         """Step until there is nothing more to write."""
@@ -126,7 +126,7 @@ def test_a_clock_that_jumps_removes_no_node(jump: float) -> None:
 
 def test_a_store_that_has_lost_the_state_gets_it_back() -> None:
     group = three_in_a_round()
-    group.state = SharedState("job")
+    group.state = CompareAndSetState("job")
     group.join("d")
     assert group.members["b"].waiting(group.state) == 0  # healthy workers continue
     group.heartbeat("b", 0.0)
@@ -137,7 +137,7 @@ def test_a_store_that_has_lost_the_state_gets_it_back() -> None:
 
 def test_round_numbers_continue_after_a_lost_state() -> None:
     group = three_in_a_round()
-    group.state = SharedState("job")
+    group.state = CompareAndSetState("job")
     rendezvous(group, 2)
 
 
@@ -162,17 +162,17 @@ def test_an_encoded_state_decodes_to_itself() -> None:
     group = three_in_a_round()
     group.join("d")
     group.join("b")
-    assert decode(encode(group.state), "job") == group.state
+    assert decode_compare_and_set_state(encode_compare_and_set_state(group.state), "job") == group.state
 
 
-GOOD = json.loads(encode(three_in_a_round().state))
+GOOD = json.loads(encode_compare_and_set_state(three_in_a_round().state))
 
 
 def test_a_state_without_one_of_its_fields_is_rejected() -> None:
     for name in GOOD.keys() - {"ripstop", "run_id"}:
         value = {key: each for key, each in GOOD.items() if key != name}
         with pytest.raises(ProtocolError, match="damaged"):
-            decode(json.dumps(value).encode(), "job")
+            decode_compare_and_set_state(json.dumps(value).encode(), "job")
 
 
 def test_the_stored_format_is_that_of_version_1() -> None:
@@ -220,4 +220,4 @@ def test_the_stored_format_is_that_of_version_1() -> None:
 )
 def test_a_value_that_is_no_state_of_this_job_is_rejected(value: bytes, message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
-        decode(value, "job")
+        decode_compare_and_set_state(value, "job")

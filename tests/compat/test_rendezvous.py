@@ -32,7 +32,7 @@ from ripstop.compat.multiprocessing.errors import ChildFailedError
 from ripstop.compat.rendezvous import RendezvousParameters, RendezvousStoreInfo, c10d, dynamic, endpoint, static
 from ripstop.compat.rendezvous.c10d import C10dRendezvousBackend
 from ripstop.compat.rendezvous.dynamic import DynamicRendezvousHandler, RendezvousTimeout
-from ripstop.compat.rendezvous.handler import is_a
+from ripstop.compat.rendezvous.handler import is_rendezvous_handler_error
 from ripstop.model.config import RunConfig, Script
 from ripstop.protocol.messages import Events, Failed, Heartbeat, Inspected, Problems, Reply
 from tests.compat.processes import eventually, nothing_left  # noqa: F401
@@ -117,9 +117,9 @@ def test_rendezvous_imports_no_torch_before_there_is_a_store() -> None:
 
 def test_torchs_errors_are_recognised_as_ripstops() -> None:
     for module in (rendezvous, torch_rendezvous):
-        assert is_a(module.RendezvousClosedError(), rendezvous.RendezvousClosedError)
-        assert is_a(module.RendezvousClosedError(), rendezvous.RendezvousError)
-        assert not is_a(module.RendezvousTimeoutError(), rendezvous.RendezvousClosedError)
+        assert is_rendezvous_handler_error(module.RendezvousClosedError(), rendezvous.RendezvousClosedError)
+        assert is_rendezvous_handler_error(module.RendezvousClosedError(), rendezvous.RendezvousError)
+        assert not is_rendezvous_handler_error(module.RendezvousTimeoutError(), rendezvous.RendezvousClosedError)
 
 
 def test_a_backend_is_registered_once_and_its_handlers_return_its_name() -> None:

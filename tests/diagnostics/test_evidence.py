@@ -20,7 +20,7 @@ from ripstop.diagnostics.evidence import (
     error_file_evidence,
     evidence_of_failed_start,
     exception_evidence,
-    gather,
+    gather_evidence,
     memory_evidence,
     oom_evidence,
     parse_error_evidence,
@@ -39,7 +39,7 @@ with_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reaso
 
 
 def evidence(directory: Path, returncode: int, before: MemoryEvidence | None = None, at: float = NOW) -> Failure:
-    return gather(
+    return gather_evidence(
         PLACE,
         1,
         host="node1",
@@ -356,15 +356,15 @@ import os, subprocess, sys
 from pathlib import Path
 from ripstop.model.text_formatting import clean, truncate_bytes, truncate_middle
 from ripstop.model.round import Address, Place
-from ripstop.diagnostics.evidence import gather, memory_evidence
+from ripstop.diagnostics.evidence import gather_evidence, memory_evidence
 
 Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
 before = memory_evidence()
 code = subprocess.run([sys.executable, "-c", "b'x' * (200 << 20)"]).returncode
 nowhere = Path("/nowhere")
 place = Place(1, 0, 1, 0, 1, 1, 0, 1, Address("localhost", 1), 0)
-print(gather(place, 0, host="h", at=1.0, pid=1, returncode=code, logs=nowhere, error_file=nowhere, stderr=None,
-             before=before).oom)
+print(gather_evidence(place, 0, host="h", at=1.0, pid=1, returncode=code, logs=nowhere, error_file=nowhere,
+                      stderr=None, before=before).oom)
 """
 
 

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from ripstop.diagnostics.failure_ranking import order, root_cause, trimmed_ranking
+from ripstop.diagnostics.failure_ranking import rank_failures, root_cause, trimmed_ranking
 from ripstop.model.failure import Failure
 
 OWN = Failure(
@@ -46,7 +46,7 @@ def victim(message: str, at: float = 99.0) -> Failure:
 @pytest.mark.parametrize("message", VICTIMS)
 def test_a_victim_is_not_blamed_even_if_its_clock_is_behind(message: str, culprit: Failure) -> None:
     assert root_cause([victim(message), culprit]) == culprit
-    assert order([victim(message), culprit]) == (culprit, victim(message))
+    assert rank_failures([victim(message), culprit]) == (culprit, victim(message))
 
 
 def test_of_two_independent_faults_the_earlier_is_blamed() -> None:
@@ -94,7 +94,7 @@ def test_an_abort_is_blamed_before_its_victims() -> None:
 
 def test_an_exit_without_a_message_is_blamed_before_victims_and_after_crashes() -> None:
     silent = Failure(rank=3, local_rank=0, round=2, host="d", at=99.5, exitcode=3, message="exited with code 3")
-    assert order([victim(VICTIMS[0]), silent, CRASH]) == (CRASH, silent, victim(VICTIMS[0]))
+    assert rank_failures([victim(VICTIMS[0]), silent, CRASH]) == (CRASH, silent, victim(VICTIMS[0]))
 
 
 def test_a_victim_without_record_is_recognised_by_its_stderr() -> None:
@@ -117,7 +117,7 @@ def test_a_local_fault_that_a_collective_reports_is_blamed(message: str) -> None
 def test_a_worker_that_could_not_be_started_is_blamed_before_its_victims() -> None:
     never = Failure(rank=1, local_rank=1, round=2, host="b", at=101.0, message="could not be started: no memory")
     silent = Failure(rank=3, local_rank=0, round=2, host="d", at=99.5, exitcode=3, message="exited with code 3")
-    assert order([victim(VICTIMS[0]), silent, never]) == (never, silent, victim(VICTIMS[0]))
+    assert rank_failures([victim(VICTIMS[0]), silent, never]) == (never, silent, victim(VICTIMS[0]))
 
 
 def test_a_worker_out_of_memory_is_blamed_before_its_victims() -> None:

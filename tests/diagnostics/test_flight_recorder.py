@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from ripstop.diagnostics.flight_recorder import as_text, from_torch, group_progress
-from ripstop.diagnostics.hang_analysis import describe_position
+from ripstop.diagnostics.flight_recorder import flight_recorder_progress, flight_recorder_text, parse_flight_recorder
+from ripstop.diagnostics.hang_analysis import describe_hang_position
 from ripstop.model.failure import CollectiveProgress
 
 
@@ -25,9 +25,9 @@ def entry(number: int, op: str = "gloo:all_reduce", done: bool = True, **more: A
 
 
 def stood(*entries: dict[str, Any], recorder: str = "fr", **more: Any) -> tuple[CollectiveProgress, ...]:
-    recording = from_torch(json.dumps({recorder: {"entries": entries} | more}))
+    recording = parse_flight_recorder(json.dumps({recorder: {"entries": entries} | more}))
     assert recording is not None
-    return group_progress(recording)
+    return flight_recorder_progress(recording)
 
 
 # one rank -------------------------------------------------------------------------------------------------------------
@@ -36,14 +36,14 @@ def stood(*entries: dict[str, Any], recorder: str = "fr", **more: Any) -> tuple[
 def test_a_rank_is_in_the_oldest_collective_that_it_has_not_left() -> None:
     (found,) = stood(entry(1), entry(2, done=False), entry(3, "gloo:broadcast", done=False))
     assert found == CollectiveProgress("gloo:0", "", 3, 2, "all_reduce", "10 Float")
-    assert describe_position([found]) == "in all_reduce #2"
+    assert describe_hang_position([found]) == "in all_reduce #2"
 
 
 def test_a_rank_outside_of_collectives_is_at_its_latest() -> None:
     found = stood(entry(1), entry(2, "gloo:barrier", input_sizes=[], input_dtypes=[]))
     assert found == (CollectiveProgress("gloo:0", "", 2, 0, "barrier", ""),)
-    assert describe_position(found) == "in no collective; the last was barrier #2"
-    assert describe_position(()) == "no collective yet"
+    assert describe_hang_position(found) == "in no collective; the last was barrier #2"
+    assert describe_hang_position(()) == "no collective yet"
 
 
 def test_collectives_of_nccl_before_a_completed_one_are_over() -> None:
@@ -71,7 +71,7 @@ def test_groups_and_messages_between_two_ranks_are_numbered_separately() -> None
         ("nccl:1", "mine", 1, 0, False),
         ("nccl:2", "2", 0, 0, False),
     ]
-    assert describe_position(found) == "in recv 0<-1 #5"
+    assert describe_hang_position(found) == "in recv 0<-1 #5"
 
 
 def test_the_default_group_and_pending_groups_are_never_left_out() -> None:
@@ -99,23 +99,23 @@ def test_an_invalid_entry_is_skipped(odd: Any) -> None:
 
 @pytest.mark.parametrize("text", ["", "no", "[]", "3", "[" * 100_000])
 def test_other_text_is_no_recording(text: str) -> None:
-    assert from_torch(text) is None
+    assert parse_flight_recorder(text) is None
 
 
 @pytest.mark.parametrize(
     "text", ["{}", '{"fr": 3}', '{"fr": {"entries": 3, "pg_config": 3}}', '{"else": {"entries": []}}']
 )
 def test_an_empty_recorder_is_valid(text: str) -> None:
-    recording = from_torch(text)
-    assert recording is not None and group_progress(recording) == ()
-    assert as_text(recording) == "nothing is recorded"
+    recording = parse_flight_recorder(text)
+    assert recording is not None and flight_recorder_progress(recording) == ()
+    assert flight_recorder_text(recording) == "nothing is recorded"
 
 
 def test_the_text_shows_the_latest_entries_and_counts_the_others() -> None:
     strange = entry(30, "gloo:evil\x1b[31m\n", done=False, input_sizes=3)
-    recording = from_torch(json.dumps({"fr": {"entries": [*(entry(n) for n in range(1, 30)), strange]}}))
+    recording = parse_flight_recorder(json.dumps({"fr": {"entries": [*(entry(n) for n in range(1, 30)), strange]}}))
     assert recording is not None
-    lines = as_text(recording).splitlines()
+    lines = flight_recorder_text(recording).splitlines()
     assert (lines[0], lines[1], len(lines)) == ("… 10 before", "all_reduce #11, 10 Float: completed", 21)
     assert lines[-1] == "evil #30, no data: scheduled"
 
@@ -125,5 +125,5 @@ def test_invalid_sizes_are_skipped(sizes: str) -> None:
     text = json.dumps({"fr": {"entries": [entry(1, input_sizes=0)]}}).replace(
         '"input_sizes": 0', f'"input_sizes": {sizes}'
     )
-    recording = from_torch(text)
-    assert recording is not None and "no data" in as_text(recording)
+    recording = parse_flight_recorder(text)
+    assert recording is not None and "no data" in flight_recorder_text(recording)

@@ -19,7 +19,7 @@ from ripstop.diagnostics.hang_analysis import describe_hung_collectives, suspect
 from ripstop.model.config import Script, StartMethod
 from ripstop.workers.processes import Children
 from ripstop.workers.spawner import ProcessSpec, Spawner
-from ripstop.workers.zygote.worker_hooks import serve_flight_recorder, worker_recorder_dump
+from ripstop.workers.zygote.worker_hooks import install_worker_recorder_hook, worker_hook_recorder_dump
 from tests.e2e.harness import wait_until
 
 DEADLINE = 120.0
@@ -145,8 +145,8 @@ def test_the_recorder_of_nccl_is_not_read_from_a_healthy_worker(monkeypatch: pyt
         _dump_nccl_trace_json = staticmethod(lambda: b"2")
 
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", Torch)
-    assert worker_recorder_dump(is_hanging=False) == b'{"fr": 1}'
-    assert worker_recorder_dump(is_hanging=True) == b'{"fr": 1, "nccl": 2}'
+    assert worker_hook_recorder_dump(is_hanging=False) == b'{"fr": 1}'
+    assert worker_hook_recorder_dump(is_hanging=True) == b'{"fr": 1, "nccl": 2}'
 
 
 # invalid replies ------------------------------------------------------------------------------------------------
@@ -186,4 +186,4 @@ def test_a_worker_that_has_ended_cannot_be_queried(tmp_path: Path) -> None:
 
 
 def test_the_recorders_own_thread_is_recognised_in_stacks() -> None:
-    assert re.search(stack_parser._RIPSTOP, serve_flight_recorder.__code__.co_filename)
+    assert re.search(stack_parser._RIPSTOP, install_worker_recorder_hook.__code__.co_filename)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from ripstop.diagnostics.failure_ranking import order, root_cause
-from ripstop.diagnostics.failure_report import render
+from ripstop.diagnostics.failure_ranking import rank_failures, root_cause
+from ripstop.diagnostics.failure_report import render_failure_report
 from ripstop.diagnostics.hang_analysis import (
-    describe,
+    describe_hangs,
     describe_hung_collectives,
     suspect_ranks,
     suspects_in_collectives,
@@ -46,18 +46,18 @@ def test_the_suspect_ranks_are_those_that_the_others_wait_for(hangs: list[Hang],
 
 def test_a_hang_in_words_has_the_location_of_every_rank() -> None:
     hangs = dict(enumerate([waiting(), waiting(), busy(), waiting()]))
-    assert describe(hangs) == "ranks 0,1,3 wait in all_reduce (train.py:41); rank 2 is in load_batch (data.py:17)"
+    assert describe_hangs(hangs) == "ranks 0,1,3 wait in all_reduce (train.py:41); rank 2 is in load_batch (data.py:17)"
 
 
 def test_many_ranks_are_shown_as_ranges_and_many_locations_are_counted() -> None:
     hangs = dict(enumerate([waiting()] * 1000 + [busy(where=f"data.py:{line}") for line in range(9)]))
-    text = describe(hangs)
+    text = describe_hangs(hangs)
     assert text.startswith("ranks 0-999 wait in all_reduce (train.py:41); rank 1006 is in load_batch (data.py:6); ")
     assert text.endswith("; 6 more elsewhere")
 
 
 def test_a_stopped_process_is_reported_as_stopped() -> None:
-    assert describe({3: busy(state="T")}) == "rank 3 is in load_batch (data.py:17), stopped by a signal"
+    assert describe_hangs({3: busy(state="T")}) == "rank 3 is in load_batch (data.py:17), stopped by a signal"
 
 
 def hung(rank: int, hang: Hang, at: float = 100.0) -> Failure:
@@ -68,7 +68,7 @@ def test_the_report_of_a_hang_names_the_suspect_and_shows_its_stack() -> None:
     failures = (hung(0, waiting(), 99.0), hung(1, waiting(), 98.0), hung(2, busy(), 100.0))
     cause = root_cause(failures)
     assert cause is not None and cause.rank == 2
-    text = render(JobEnd("job", Outcome.FAILED, "it hangs", 1, 0, failures))
+    text = render_failure_report(JobEnd("job", Outcome.FAILED, "it hangs", 1, 0, failures))
     assert "hang: ranks 0,1 wait in all_reduce (train.py:41); rank 2 is in load_batch (data.py:17)" in text
     assert "root cause: rank 2 on host" in text
     assert "how      made no progress for 90 s (no heartbeat)" in text
@@ -77,7 +77,7 @@ def test_the_report_of_a_hang_names_the_suspect_and_shows_its_stack() -> None:
 
 def test_a_worker_that_died_comes_before_workers_that_wait() -> None:
     death = Failure(5, 0, 1, "host", 101.0, exitcode=1, message="ValueError: no", traceback="ValueError: no")
-    assert [f.rank for f in order([hung(0, waiting()), hung(1, waiting()), death])] == [5, 0, 1]
+    assert [f.rank for f in rank_failures([hung(0, waiting()), hung(1, waiting()), death])] == [5, 0, 1]
 
 
 # flight recorder ------------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def hang(standings: list[CollectiveProgress] | None, waits: bool, call: str = "s
 def test_the_recorder_shows_the_suspect_where_stacks_do_not() -> None:
     hangs = {0: hang([inside(42)], False), 1: hang([done(41)], False), 2: hang([inside(42)], False)}
     assert suspect_ranks(hangs) == {1}
-    assert describe(hangs) == (
+    assert describe_hangs(hangs) == (
         "ranks 0-2 are in synchronize (train.py:3); "
         "flight recorder: ranks 0,2 are in all_reduce #42, not entered by rank 1 (last: all_reduce #41)"
     )

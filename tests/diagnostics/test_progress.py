@@ -8,7 +8,7 @@ from ripstop.diagnostics.progress import (
     HungWorker,
     ProgressTracker,
     WorkerProgress,
-    progress_text,
+    worker_progress_text,
 )
 
 STACK = "step (train.py:3)"
@@ -176,15 +176,15 @@ def progress(
 
 def test_progress_is_that_of_the_rank_that_is_furthest_behind() -> None:
     workers = {0: progress(120, 3.4), 1: progress(118, 3.2, commit=12.0), 2: progress(None)}
-    assert progress_text(workers) == "step 118, 3.3 steps/s, last commit 12 s ago"
+    assert worker_progress_text(workers) == "step 118, 3.3 steps/s, last commit 12 s ago"
 
 
 def test_slow_steps_and_silence_are_named() -> None:
-    assert progress_text({0: progress(5, 0.25)}) == "step 5, 4.0 s/step"
-    assert progress_text({0: progress(5, 0.25, step_age=39.0)}) == "step 5, 4.0 s/step"
-    assert progress_text({0: progress(5, 0.25, step_age=100.0)}) == "step 5, 4.0 s/step, no step for 1 min 40 s"
+    assert worker_progress_text({0: progress(5, 0.25)}) == "step 5, 4.0 s/step"
+    assert worker_progress_text({0: progress(5, 0.25, step_age=39.0)}) == "step 5, 4.0 s/step"
+    assert worker_progress_text({0: progress(5, 0.25, step_age=100.0)}) == "step 5, 4.0 s/step, no step for 1 min 40 s"
 
 
 def test_a_script_that_reports_no_steps_has_no_progress() -> None:
-    assert progress_text({}) == ""
-    assert progress_text({0: progress(None)}) == ""
+    assert worker_progress_text({}) == ""
+    assert worker_progress_text({0: progress(None)}) == ""

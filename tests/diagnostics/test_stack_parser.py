@@ -10,10 +10,10 @@ from ripstop.diagnostics.stack_parser import (
     CodeLocation,
     Frame,
     Thread,
-    as_text,
     from_faulthandler,
     from_py_spy,
     main_frames,
+    parsed_stacks_text,
     stack_location,
 )
 
@@ -78,4 +78,4 @@ def test_the_thread_of_ripstop_in_a_worker_is_not_shown() -> None:
 
     own = Thread("recorder", (Frame("serve", process.__file__, 1),), main=False)
     main = Thread("MainThread", (Frame("step", "/train.py", 3),), main=True)
-    assert as_text([own, main]) == "thread MainThread\n  step (/train.py:3)"
+    assert parsed_stacks_text([own, main]) == "thread MainThread\n  step (/train.py:3)"

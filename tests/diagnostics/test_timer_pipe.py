@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from ripstop.diagnostics import timer_pipe
-from ripstop.diagnostics.timer_pipe import ExpiredTimer, Pipe, Watchdog, is_pipe_in_use, watchdog_reason
+from ripstop.diagnostics.timer_pipe import (
+    ExpiredTimer,
+    Pipe,
+    TimerPipeWatchdog,
+    is_pipe_in_use,
+    timer_pipe_watchdog_reason,
+)
 from ripstop.model.errors import UsageError
 
 DEADLINE_S = 120.0
@@ -22,7 +28,7 @@ Events = asyncio.Queue[tuple[int, str, int]]
 def watched(path: Path, play: Callable[[Events], Awaitable[None]]) -> None:
     async def main() -> None:
         reported: Events = asyncio.Queue()
-        watchdog = Watchdog(path, lambda *missed: reported.put_nowait(missed))
+        watchdog = TimerPipeWatchdog(path, lambda *missed: reported.put_nowait(missed))
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await play(reported)
@@ -84,7 +90,7 @@ def test_timers_of_an_earlier_round_are_discarded(tmp_path: Path) -> None:
 
     async def main() -> None:
         reported: Events = asyncio.Queue()
-        watchdog = Watchdog(pipe, lambda *missed: reported.put_nowait(missed))
+        watchdog = TimerPipeWatchdog(pipe, lambda *missed: reported.put_nowait(missed))
         ask(pipe, "old", 0.0)
         watchdog.new_round()
         ask(pipe, "new", 0.0, pid=78)
@@ -128,8 +134,11 @@ def test_timers_above_the_limit_are_rejected_and_logged_once(
 
 
 def test_the_first_signal_that_an_expired_timer_requests_is_sent() -> None:
-    assert watchdog_reason([ExpiredTimer("a", 1, 0), ExpiredTimer("b", 2, 15), ExpiredTimer("c", 3, 9)])[1] == 15
-    why, signum = watchdog_reason([ExpiredTimer(f"s{n}\x1b[31m", n, 0) for n in range(9)])
+    assert (
+        timer_pipe_watchdog_reason([ExpiredTimer("a", 1, 0), ExpiredTimer("b", 2, 15), ExpiredTimer("c", 3, 9)])[1]
+        == 15
+    )
+    why, signum = timer_pipe_watchdog_reason([ExpiredTimer(f"s{n}\x1b[31m", n, 0) for n in range(9)])
     assert signum == 0 and "no signal was requested" in why
     assert "and 4 more" in why and "\x1b" not in why
 

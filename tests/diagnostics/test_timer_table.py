@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ripstop.diagnostics.timer_pipe import Request, read_request
+from ripstop.diagnostics.timer_pipe import Request, parse_timer_pipe_line
 from ripstop.diagnostics.timer_table import Timers
 
 WORKERS, SCOPES = st.integers(2, 4), st.sampled_from("abc")
@@ -69,7 +69,7 @@ def line(**changed: object) -> bytes:
     ],
 )
 def test_a_request_is_parsed(line: bytes, request_: Request) -> None:
-    assert read_request(line) == request_
+    assert parse_timer_pipe_line(line) == request_
 
 
 @pytest.mark.parametrize(
@@ -84,12 +84,12 @@ def test_a_request_is_parsed(line: bytes, request_: Request) -> None:
 )  # fmt: skip
 def test_an_invalid_request_is_a_value_error(line: bytes) -> None:
     with pytest.raises(ValueError):
-        read_request(line)
+        parse_timer_pipe_line(line)
 
 
 @given(st.binary(max_size=200))
 def test_no_line_raises_another_error(line: bytes) -> None:
     try:
-        read_request(line)
+        parse_timer_pipe_line(line)
     except ValueError as error:
         assert str(error)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ripstop.kubernetes.manifests import Owner, objects_without_operator, pod
-from ripstop.kubernetes.spec import Spec, read
+from ripstop.kubernetes.manifests import Owner, manifests_without_operator, pod_manifest
+from ripstop.kubernetes.spec import Spec, read_spec
 from tests.e2e.harness import TRAIN, Agent, Job
 from tests.hosts.network import Cluster, Host, hosts, needs_hosts
 
@@ -62,17 +62,17 @@ def pods(tmp_path: Path) -> Iterator[Pods]:
 
 
 def spec() -> Spec:
-    found = read("train", SPEC)
+    found = read_spec("train", SPEC)
     assert isinstance(found, Spec)
     return found
 
 
 def of_operator(slot: int) -> dict[str, Any]:
-    return pod(Owner("train", "ml", "u-1"), spec(), slot)
+    return pod_manifest(Owner("train", "ml", "u-1"), spec(), slot)
 
 
 def of_stateful_set(slot: int) -> dict[str, Any]:
-    *_, found = objects_without_operator("statefulset", {"name": "train"}, spec(), "t0ken")
+    *_, found = manifests_without_operator("statefulset", {"name": "train"}, spec(), "t0ken")
     template: dict[str, Any] = found["spec"]["template"]
     return template
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ripstop.kubernetes import deploy, manifests
 from ripstop.kubernetes.manifests import Owner, to_yaml
-from ripstop.kubernetes.spec import Spec, read
+from ripstop.kubernetes.spec import Spec, read_spec
 
 HERE = Path(__file__).parent / "golden"
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -24,7 +24,7 @@ TEMPLATE = {
 
 
 def spec_of(**fields: Any) -> Spec:
-    spec = read("train", {"minReplicas": 2, "maxReplicas": 4, "template": TEMPLATE} | fields)
+    spec = read_spec("train", {"minReplicas": 2, "maxReplicas": 4, "template": TEMPLATE} | fields)
     assert isinstance(spec, Spec), spec
     return spec
 
@@ -41,17 +41,17 @@ def manifests_by_name() -> dict[str, dict[str, Any]]:
         rendezvous={"backend": "etcd", "endpoints": ["e1:2379", "e2:2379"], "conf": "lease=5"},
     )
     return {
-        "pod": manifests.pod(OWNER, plain, 0),
-        "pod-etcd": manifests.pod(OWNER, etcd, 3),
-        "pod-spare": manifests.pod(OWNER, spec_of(replicas=2, spares=1), 2),
-        "service": manifests.service(OWNER),
-        "secret": manifests.secret(OWNER, plain, "t0ken"),
-        "disruption-budget": manifests.disruption_budget(OWNER, plain),
+        "pod": manifests.pod_manifest(OWNER, plain, 0),
+        "pod-etcd": manifests.pod_manifest(OWNER, etcd, 3),
+        "pod-spare": manifests.pod_manifest(OWNER, spec_of(replicas=2, spares=1), 2),
+        "service": manifests.service_manifest(OWNER),
+        "secret": manifests.secret_manifest(OWNER, plain, "t0ken"),
+        "disruption-budget": manifests.disruption_budget_manifest(OWNER, plain),
     }
 
 
 def deploy_files() -> dict[str, str]:
-    files = {**deploy.files(), "kustomization.yaml": [deploy.kustomization()]}
+    files = {**deploy.objects_to_deploy_by_file(), "kustomization.yaml": [deploy.kustomization()]}
     return {name: f"# Written by python -m tests.kubernetes.golden\n{to_yaml(items)}" for name, items in files.items()}
 
 

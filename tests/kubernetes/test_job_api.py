@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ripstop.kubernetes import job_poller
-from ripstop.kubernetes.job_poller import MAX_TEXT_CHARACTERS, JobApi
+from ripstop.kubernetes.job_poller import MAX_TEXT_CHARACTERS, PolledJobApi
 from ripstop.model.errors import QueryFailed
 
 
@@ -50,7 +50,7 @@ def api_token(token: str, run_id: str) -> str:
 
 def said(status: dict[str, Any]) -> dict[str, Any]:
     with a_coordinator(json.dumps(status).encode()) as port:
-        return JobApi(api_token, port).status("127.0.0.1", "secret", "run")
+        return PolledJobApi(api_token, port).status("127.0.0.1", "secret", "run")
 
 
 def test_a_job_says_how_it_is_doing() -> None:
@@ -78,9 +78,9 @@ def test_a_long_word_is_cut() -> None:
 def test_the_operator_sends_the_number_of_nodes_to_the_job() -> None:
     received: list[tuple[str, bytes]] = []
     with a_coordinator(b"{}", received) as port:
-        JobApi(api_token, port).scale("127.0.0.1", "secret", "run", 3)
+        PolledJobApi(api_token, port).scale("127.0.0.1", "secret", "run", 3)
         with pytest.raises(QueryFailed, match="401"):
-            JobApi(api_token, port).scale("127.0.0.1", "wrong", "run", 3)
+            PolledJobApi(api_token, port).scale("127.0.0.1", "wrong", "run", 3)
     assert received == [("/api/v1/scale", b'{"nodes": 3}')]
 
 
@@ -95,12 +95,12 @@ def test_the_operator_sends_the_number_of_nodes_to_the_job() -> None:
 )
 def test_an_answer_that_is_none_is_a_silence(body: bytes, why: str) -> None:
     with a_coordinator(body) as port, pytest.raises(QueryFailed, match=why):
-        JobApi(api_token, port).status("127.0.0.1", "secret", "run")
+        PolledJobApi(api_token, port).status("127.0.0.1", "secret", "run")
 
 
 def test_a_job_that_knows_us_not_is_a_silence() -> None:
     with a_coordinator(b"{}") as port, pytest.raises(QueryFailed, match="401"):
-        JobApi(api_token, port).status("127.0.0.1", "wrong", "run")
+        PolledJobApi(api_token, port).status("127.0.0.1", "wrong", "run")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_job_that_knows_us_not_is_a_silence() -> None:
 )
 def test_the_reason_of_a_rejection_is_one_short_line(body: bytes, said: str) -> None:
     with a_coordinator(body) as port, pytest.raises(QueryFailed) as refused:
-        JobApi(api_token, port).scale("127.0.0.1", "wrong", "run", 3)
+        PolledJobApi(api_token, port).scale("127.0.0.1", "wrong", "run", 3)
     assert str(refused.value) == said
 
 
@@ -123,7 +123,7 @@ def test_nobody_there_is_a_silence() -> None:
     with a_coordinator(b"{}") as port:
         pass
     with pytest.raises(QueryFailed):
-        JobApi(api_token, port).status("127.0.0.1", "secret", "run")
+        PolledJobApi(api_token, port).status("127.0.0.1", "secret", "run")
 
 
 @contextmanager
@@ -164,7 +164,7 @@ def test_a_pod_that_drips_has_no_more_time_than_one_that_hangs(
     try:
         with a_dripping_pod(start, drop, bell) as port:
             with pytest.raises(QueryFailed, match="timed out"):
-                JobApi(api_token, port).status("127.0.0.1", "secret", "run")
+                PolledJobApi(api_token, port).status("127.0.0.1", "secret", "run")
             assert not bell.is_set()
     finally:
         rescue.cancel()

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from ripstop.kubernetes import job_poller
-from ripstop.kubernetes.job_poller import MAX_FAILED_POLLS, POLL_INTERVAL_S, JobApi, JobPoller
+from ripstop.kubernetes.job_poller import MAX_FAILED_POLLS, POLL_INTERVAL_S, JobPoller, PolledJobApi
 from ripstop.kubernetes.manifests import Owner
 
 OWNER = Owner("train", "ml", "u-1")
 A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 
 
-class Pods(JobApi):
+class Pods(PolledJobApi):
     """The coordinator is at `seat`; everybody who is shown the token is noted."""
 
     def __init__(self, seat: str = "") -> None:

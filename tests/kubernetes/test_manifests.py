@@ -7,7 +7,7 @@ import kubernetes_validate
 import pytest
 
 from ripstop.kubernetes import crd, deploy, manifests
-from ripstop.kubernetes.spec import FIELDS, Spec, read
+from ripstop.kubernetes.spec import FIELDS, Spec, read_spec
 from tests.kubernetes.golden import DEPLOY, HERE, OWNER, deploy_files, manifests_by_name, spec_of
 
 REMEDY = "if it is as it should be: python -m tests.kubernetes.golden"
@@ -31,19 +31,19 @@ def test_there_is_no_other_file() -> None:
 
 @pytest.mark.parametrize("version", NEWER)
 def test_newer_clusters_take_the_manifests(version: str) -> None:
-    for item in [*manifests_by_name().values(), *deploy.objects()]:
+    for item in [*manifests_by_name().values(), *deploy.objects_to_deploy()]:
         kubernetes_validate.validate(item, version, strict=True)
     kubernetes_validate.validate(crd.definition(rules=False), version, strict=True)
 
 
 def test_the_first_container_is_the_trainer_and_others_stay_as_they_are() -> None:
-    trainer, beside = manifests.pod(OWNER, spec_of(), 1)["spec"]["containers"]
+    trainer, beside = manifests.pod_manifest(OWNER, spec_of(), 1)["spec"]["containers"]
     assert beside == {"name": "beside", "image": "registry.example/beside:1"}
     assert trainer["command"] == ["ripstop", "run", "train.py"]
 
 
 def test_variables_of_the_template_are_kept() -> None:
-    trainer = manifests.pod(OWNER, spec_of(), 1)["spec"]["containers"][0]
+    trainer = manifests.pod_manifest(OWNER, spec_of(), 1)["spec"]["containers"][0]
     assert [each for each in trainer["env"] if each["name"] == "PET_MAX_RESTARTS"] == [
         {"name": "PET_MAX_RESTARTS", "value": "9"}
     ]
@@ -52,7 +52,7 @@ def test_variables_of_the_template_are_kept() -> None:
 def test_a_template_is_not_changed_by_the_pods_made_of_it() -> None:
     spec = spec_of()
     before = json.dumps(spec.template)
-    manifests.pod(OWNER, spec, 0)
+    manifests.pod_manifest(OWNER, spec, 0)
     assert json.dumps(spec.template) == before
 
 
@@ -62,9 +62,9 @@ def test_the_schema_has_the_fields_and_the_defaults_of_the_reader() -> None:
     assert set(schema) == {field.name for field in FIELDS} | {"template", "rendezvous"}
     defaults = {name: each["default"] for name, each in schema.items() if "default" in each}
     given = {"maxReplicas": 4, "template": {"spec": {"containers": [{"name": "a"}]}}}
-    plain = read("x", given)
+    plain = read_spec("x", given)
     assert isinstance(plain, Spec)
-    assert read("x", given | defaults) == plain
+    assert read_spec("x", given | defaults) == plain
 
 
 def test_the_operator_runs_without_privileges() -> None:

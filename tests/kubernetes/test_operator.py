@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ripstop.kubernetes import operator as operator_module
-from ripstop.kubernetes.cluster_writer import dropped
-from ripstop.kubernetes.job_poller import JobApi
+from ripstop.kubernetes.cluster_writer import fields_dropped_by_cluster
+from ripstop.kubernetes.job_poller import PolledJobApi
 from ripstop.kubernetes.kube_client import Invalid, KubeClient, NotFound
 from ripstop.kubernetes.operator import Operator
 
@@ -75,7 +75,7 @@ class Shelf(KubeClient):
         return {**pod, "spec": {name: value for name, value in pod["spec"].items() if name != "unheardOf"}}
 
 
-class Talkative(JobApi):
+class Talkative(PolledJobApi):
     """Every pod answers when `answers` is set."""
 
     def __init__(self) -> None:
@@ -240,4 +240,4 @@ def test_fields_of_the_template_that_the_cluster_drops_are_a_condition() -> None
     ],
 )
 def test_fields_that_the_reply_lacks_were_dropped_by_the_cluster(sent: Any, kept: Any, gone: list[str]) -> None:
-    assert dropped(sent, kept) == gone
+    assert fields_dropped_by_cluster(sent, kept) == gone

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ripstop.kubernetes.manifests import SLOT, Owner
-from ripstop.kubernetes.pods import Pod, coordinator_pod_addresses, read_pods, unreachable_since
+from ripstop.kubernetes.pods import Pod, coordinator_pod_addresses, pod_node_unreachable_since, read_pods
 from ripstop.kubernetes.reconcile import job_to_reconcile
 
 OWNER = Owner("train", "ml", "u-1")
@@ -147,10 +147,10 @@ def test_a_pod_on_a_unreachable_node_is_unreachable_unless_it_is_over() -> None:
 
 def test_a_node_is_unreachable_when_its_kubelet_is_not_heard() -> None:
     unreachable = condition("Ready", "Unknown", lastTransitionTime=BEGIN)
-    assert unreachable_since({"status": unreachable}) == NOW
-    assert unreachable_since({"status": condition("Ready", "False", lastTransitionTime=BEGIN)}) is None
-    assert unreachable_since({"status": condition("Ready", "True", lastTransitionTime=BEGIN)}) is None
-    assert unreachable_since({}) is None
+    assert pod_node_unreachable_since({"status": unreachable}) == NOW
+    assert pod_node_unreachable_since({"status": condition("Ready", "False", lastTransitionTime=BEGIN)}) is None
+    assert pod_node_unreachable_since({"status": condition("Ready", "True", lastTransitionTime=BEGIN)}) is None
+    assert pod_node_unreachable_since({}) is None
 
 
 def test_the_coordinator_is_at_slot_0_or_anywhere_if_it_is_elected() -> None:

@@ -21,7 +21,7 @@ from ripstop.kubernetes.reconcile import (
     Ensure,
     ResizeJob,
     SetReplicas,
-    decide,
+    decide_reconciliation,
 )
 
 OWNER = Owner("train", "ml", "u-1")
@@ -66,73 +66,76 @@ def after(job: ElasticJob, decision: Decision) -> ElasticJob:
 
 def settled(job: ElasticJob, *pods: Pod, now: float = NOW) -> ElasticJob:
     """The job with the status of a decision that was carried out."""
-    return after(job, decide(job, pods, now))
+    return after(job, decide_reconciliation(job, pods, now))
 
 
 # pods -----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_new_job_gets_its_service_secret_and_pods() -> None:
-    decision = decide(a_job(), [], NOW)
+    decision = decide_reconciliation(a_job(), [], NOW)
     assert decision.actions == (Ensure("service"), Ensure("secret"), CreatePod(0), CreatePod(1))
     assert decision.status["phase"] == "Pending"
 
 
 def test_a_secret_that_the_job_names_is_not_made() -> None:
-    assert Ensure("secret") not in decide(a_job(secretName="mine"), [], NOW).actions
+    assert Ensure("secret") not in decide_reconciliation(a_job(secretName="mine"), [], NOW).actions
 
 
 def test_replicas_that_are_not_given_are_written_into_the_spec() -> None:
     job = a_job()
     del job.spec["replicas"]  # type: ignore[attr-defined]
-    assert actions(decide(job, [], NOW)) == [SetReplicas(4), *(CreatePod(slot) for slot in range(4))]
+    assert actions(decide_reconciliation(job, [], NOW)) == [SetReplicas(4), *(CreatePod(slot) for slot in range(4))]
 
 
 def test_spares_are_pods_beyond_the_replicas() -> None:
-    assert actions(decide(a_job(spares=1), [], NOW)) == [CreatePod(0), CreatePod(1), CreatePod(2)]
+    assert actions(decide_reconciliation(a_job(spares=1), [], NOW)) == [CreatePod(0), CreatePod(1), CreatePod(2)]
 
 
 def test_running_pods_are_not_changed() -> None:
-    decision = decide(a_job(), [running(0), running(1)], NOW)
+    decision = decide_reconciliation(a_job(), [running(0), running(1)], NOW)
     assert actions(decision) == []
     assert decision.status["phase"] == "Running"
     assert decision.status["members"] == ["train-0", "train-1"]
 
 
 def test_scaling_up_makes_the_missing_slots() -> None:
-    assert actions(decide(a_job(replicas=3), [running(0), running(1)], NOW)) == [CreatePod(2)]
+    assert actions(decide_reconciliation(a_job(replicas=3), [running(0), running(1)], NOW)) == [CreatePod(2)]
 
 
 def test_scaling_down_takes_the_highest_slots() -> None:
-    decision = decide(a_job(replicas=1), [running(0), running(1), running(2)], NOW)
+    decision = decide_reconciliation(a_job(replicas=1), [running(0), running(1), running(2)], NOW)
     assert actions(decision) == [DeletePod("train-2", "uid-2"), DeletePod("train-1", "uid-1")]
     assert emitted(decision)[:2] == ["ScaledDown", "ScaledDown"]
 
 
 def test_a_pod_that_is_leaving_is_sent_once() -> None:
-    assert actions(decide(a_job(replicas=1), [running(0), running(1, deleting=True)], NOW)) == []
+    assert actions(decide_reconciliation(a_job(replicas=1), [running(0), running(1, deleting=True)], NOW)) == []
 
 
 def test_a_lost_pod_is_deleted_first_and_replaced_when_it_is_gone() -> None:
     job = settled(a_job(), running(0), running(1))
-    decision = decide(job, [running(0), lost(1)], NOW + 100)
+    decision = decide_reconciliation(job, [running(0), lost(1)], NOW + 100)
     assert actions(decision) == [DeletePod("train-1", "uid-1")]
     assert emitted(decision) == ["Killed"]
-    assert actions(decide(after(job, decision), [running(0)], NOW + 101)) == [CreatePod(1)]
+    assert actions(decide_reconciliation(after(job, decision), [running(0)], NOW + 101)) == [CreatePod(1)]
 
 
 @pytest.mark.parametrize("beside", [{"has_sidecars": True}, {"exit_code": None, "reason": "Evicted"}])
 def test_a_pod_in_which_something_may_still_run_has_its_grace_period(beside: dict[str, Any]) -> None:
     job = settled(a_job(), running(0), running(1))
     ended = replace(lost(1), **beside)
-    decision = decide(job, [running(0), ended], NOW + 100)
+    decision = decide_reconciliation(job, [running(0), ended], NOW + 100)
     assert actions(decision) == [DeletePod("train-1", "uid-1")]
-    assert actions(decide(after(job, decision), [running(0), replace(ended, deleting=True)], NOW + 100)) == []
+    assert (
+        actions(decide_reconciliation(after(job, decision), [running(0), replace(ended, deleting=True)], NOW + 100))
+        == []
+    )
 
 
 def test_a_loss_is_sent_once() -> None:
     job = settled(a_job(), running(0), lost(1), now=NOW + 100)
-    assert emitted(decide(job, [running(0), lost(1)], NOW + 101)) == []
+    assert emitted(decide_reconciliation(job, [running(0), lost(1)], NOW + 101)) == []
     assert job.status["replaced"] == 1
 
 
@@ -148,7 +151,7 @@ def test_a_loss_is_sent_once() -> None:
     ],
 )
 def test_a_loss_has_its_reason(pod: Pod, reason: str) -> None:
-    assert emitted(decide(settled(a_job(), running(0)), [running(0), pod], NOW)) == [reason]
+    assert emitted(decide_reconciliation(settled(a_job(), running(0)), [running(0), pod], NOW)) == [reason]
 
 
 def test_a_slot_whose_pods_die_quickly_waits() -> None:
@@ -157,7 +160,7 @@ def test_a_slot_whose_pods_die_quickly_waits() -> None:
     for n in range(6):
         dead = replace(lost(1), uid=f"try-{n}", created=now, finished=now + 1)
         job = settled(job, running(0), dead, now=now + 1)
-        decision = decide(job, [running(0)], now + 1)
+        decision = decide_reconciliation(job, [running(0)], now + 1)
         waits.append(decision.requeue_after if not actions(decision) else 0)
         now += 1000
     assert waits == [0, 1, 2, 4, 8, 16]
@@ -168,27 +171,29 @@ def test_an_evicted_pod_is_replaced_at_once_however_often() -> None:
     for n in range(4):
         dead = replace(lost(1, reason="Evicted"), uid=f"try-{n}", finished=NOW + 1)
         job = settled(job, running(0), dead)
-    assert actions(decide(job, [running(0)], NOW)) == [CreatePod(1)]
+    assert actions(decide_reconciliation(job, [running(0)], NOW)) == [CreatePod(1)]
 
 
 def test_a_pod_whose_node_does_not_answer_is_given_up_after_a_while() -> None:
     job = settled(a_job(), running(0), running(1))
     silent = running(1, unreachable_since=NOW)
-    early = decide(job, [running(0), silent], NOW + 5)
+    early = decide_reconciliation(job, [running(0), silent], NOW + 5)
     assert (actions(early), early.requeue_after) == ([], NODE_TIMEOUT_S - 5)
-    late = decide(job, [running(0), silent], NOW + NODE_TIMEOUT_S)
+    late = decide_reconciliation(job, [running(0), silent], NOW + NODE_TIMEOUT_S)
     assert actions(late) == [DeletePod("train-1", "uid-1", force=True)]
     assert "NodeLost" in emitted(late)
 
 
 def test_a_pod_that_is_being_deleted_on_a_dead_node_is_forced_at_once() -> None:
     stuck = running(1, unreachable_since=NOW, deleting=True)
-    assert actions(decide(a_job(), [running(0), stuck], NOW)) == [DeletePod("train-1", "uid-1", force=True)]
+    assert actions(decide_reconciliation(a_job(), [running(0), stuck], NOW)) == [
+        DeletePod("train-1", "uid-1", force=True)
+    ]
 
 
 def test_a_pod_that_was_sent_to_leave_and_has_ended_is_not_waited_for() -> None:
     ended = running(1, deleting=True, phase="Failed", ready=False, exit_code=143)
-    decision = decide(settled(a_job(), running(0), running(1)), [running(0), ended], NOW)
+    decision = decide_reconciliation(settled(a_job(), running(0), running(1)), [running(0), ended], NOW)
     assert actions(decision) == [DeletePod("train-1", "uid-1", force=True)]
 
 
@@ -204,20 +209,20 @@ def test_a_pod_that_was_sent_to_leave_and_has_ended_is_not_waited_for() -> None:
 def test_a_pod_that_is_taken_away_is_sent_and_counted_once(disrupted: str, reason: str) -> None:
     job = settled(a_job(), running(0), running(1))
     leaving = running(1, deleting=True, disrupted=disrupted)
-    decision = decide(job, [running(0), leaving], NOW + 1)
+    decision = decide_reconciliation(job, [running(0), leaving], NOW + 1)
     assert (actions(decision), emitted(decision)) == ([], [reason])
     job = after(job, decision)
-    assert emitted(decide(job, [running(0), leaving], NOW + 2)) == []
+    assert emitted(decide_reconciliation(job, [running(0), leaving], NOW + 2)) == []
     ended = replace(lost(1), deleting=True)
-    assert emitted(decide(job, [running(0), ended], NOW + 2)) == []
-    gone = decide(job, [running(0)], NOW + 3)
+    assert emitted(decide_reconciliation(job, [running(0), ended], NOW + 2)) == []
+    gone = decide_reconciliation(job, [running(0)], NOW + 3)
     assert (actions(gone), emitted(gone), gone.status["replaced"]) == ([CreatePod(1)], [], 1)
 
 
 def test_a_pod_that_vanishes_is_sent_and_counted_each_time() -> None:
     job = settled(a_job(), running(0), running(1))
     for n in range(2):
-        decision = decide(job, [running(0)], NOW + n)
+        decision = decide_reconciliation(job, [running(0)], NOW + n)
         assert (actions(decision), emitted(decision)) == ([CreatePod(1)], ["Deleted"])
         job = settled(after(job, decision), running(0), running(1, uid=f"next-{n}"))
     assert job.status["replaced"] == 2
@@ -226,14 +231,14 @@ def test_a_pod_that_vanishes_is_sent_and_counted_each_time() -> None:
 def test_a_pod_that_was_deleted_and_has_ended_is_sent_once() -> None:
     job = settled(a_job(), running(0), running(1))
     ended = replace(lost(1), deleting=True)
-    decision = decide(job, [running(0), ended], NOW)
+    decision = decide_reconciliation(job, [running(0), ended], NOW)
     assert (actions(decision), emitted(decision)) == ([DeletePod("train-1", "uid-1", force=True)], ["Deleted"])
 
 
 def test_a_pod_on_a_lost_node_is_counted_once() -> None:
     job = settled(a_job(), running(0), running(1))
     job = settled(job, running(0), running(1, unreachable_since=NOW), now=NOW + NODE_TIMEOUT_S)
-    decision = decide(job, [running(0)], NOW + NODE_TIMEOUT_S + 1)
+    decision = decide_reconciliation(job, [running(0)], NOW + NODE_TIMEOUT_S + 1)
     assert (emitted(decision), decision.status["replaced"]) == ([], 1)
 
 
@@ -241,17 +246,20 @@ def test_a_pod_on_a_lost_node_is_counted_once() -> None:
 def test_a_pod_that_we_sent_to_leave_is_no_loss(change: dict[str, Any]) -> None:
     job = settled(a_job(), running(0), running(1))
     smaller = settled(replace(job, spec={**job.spec, **change}), running(0), running(1))
-    back = decide(replace(smaller, spec=job.spec), [running(0), running(1, deleting=True)], NOW + 1)
+    back = decide_reconciliation(replace(smaller, spec=job.spec), [running(0), running(1, deleting=True)], NOW + 1)
     assert "Deleted" not in emitted(back)
     assert "replaced" not in back.status
 
 
 def test_one_node_is_not_many() -> None:
-    assert condition(decide(a_job(replicas=1), [running(0)], NOW), "Running")["message"] == "1 node is ready"
+    assert (
+        condition(decide_reconciliation(a_job(replicas=1), [running(0)], NOW), "Running")["message"]
+        == "1 node is ready"
+    )
 
 
 def test_a_disruption_budget_is_made_when_it_is_wanted() -> None:
-    assert Ensure("disruption-budget") in decide(a_job(disruptionBudget=True), [], NOW).actions
+    assert Ensure("disruption-budget") in decide_reconciliation(a_job(disruptionBudget=True), [], NOW).actions
 
 
 # how many train -------------------------------------------------------------------------------------------------------
@@ -274,25 +282,27 @@ def trains(job: ElasticJob, **telemetry: Any) -> ElasticJob:
     ],
 )
 def test_the_job_is_sent_how_many_are_to_train(spec: dict[str, Any], told: int, wanted: list[Action]) -> None:
-    decision = decide(trains(a_job(**spec), target=told), [running(0), running(1), running(2)], NOW)
+    decision = decide_reconciliation(trains(a_job(**spec), target=told), [running(0), running(1), running(2)], NOW)
     assert [action for action in actions(decision) if not isinstance(action, DeletePod)] == wanted
 
 
 def test_a_job_that_says_nothing_is_sent_nothing() -> None:
-    assert actions(decide(a_job(spares=1), [running(0), running(1), running(2)], NOW)) == []
+    assert actions(decide_reconciliation(a_job(spares=1), [running(0), running(1), running(2)], NOW)) == []
 
 
 def test_a_job_with_spares_that_has_not_answered_for_long_is_a_condition_with_a_remedy() -> None:
     job = replace(a_job(spares=1), unreachable="10.0.0.7: timed out")
-    decision = decide(job, [running(0), running(1), running(2)], NOW)
+    decision = decide_reconciliation(job, [running(0), running(1), running(2)], NOW)
     message = condition(decision, "CoordinatorUnreachable")["message"]
     assert "10.0.0.7: timed out; let the operator's pod reach port 29400 of the job's pods" in message
-    heard = decide(replace(after(job, decision), unreachable=""), [running(0), running(1), running(2)], NOW)
+    heard = decide_reconciliation(
+        replace(after(job, decision), unreachable=""), [running(0), running(1), running(2)], NOW
+    )
     assert condition(heard, "CoordinatorUnreachable")["status"] == "False"
 
 
 def test_a_job_without_spares_need_not_answer() -> None:
-    decision = decide(replace(a_job(), unreachable="timed out"), [running(0), running(1)], NOW)
+    decision = decide_reconciliation(replace(a_job(), unreachable="timed out"), [running(0), running(1)], NOW)
     assert condition(decision, "CoordinatorUnreachable") is None
 
 
@@ -306,14 +316,14 @@ def test_a_job_without_spares_need_not_answer() -> None:
 )
 def test_only_a_job_that_runs_is_waited_for(spec: dict[str, Any], pods: list[Pod], phase: str) -> None:
     job = settled(replace(a_job(spares=1), unreachable="timed out"), running(0), running(1), running(2))
-    decision = decide(replace(job, spec={**job.spec, **spec}), pods, NOW + 1)
+    decision = decide_reconciliation(replace(job, spec={**job.spec, **spec}), pods, NOW + 1)
     assert decision.status["phase"] == phase
     assert condition(decision, "CoordinatorUnreachable")["status"] == "False"
 
 
 def test_a_running_job_says_how_it_is_doing() -> None:
     says = {"round": 7, "restarts": 2, "goodput": 0.97, "lastFailure": "rank 3 was killed", "target": 4}
-    status = decide(trains(a_job(), **says), [running(0), running(1)], NOW).status
+    status = decide_reconciliation(trains(a_job(), **says), [running(0), running(1)], NOW).status
     assert {name: status.get(name) for name in says} == says | {"target": None}
 
 
@@ -321,7 +331,7 @@ def test_the_last_status_of_a_job_does_not_replace_its_end() -> None:
     job = trains(a_job(), lastFailure="rank 3 was killed")
     job = settled(job, said(0, "failed", 1), said(1, "failed", 1))
     assert job.status["lastFailure"] == "because"
-    assert decide(job, [said(0, "failed", 1)], NOW + 1).status["lastFailure"] == "because"
+    assert decide_reconciliation(job, [said(0, "failed", 1)], NOW + 1).status["lastFailure"] == "because"
 
 
 # phases and conditions ------------------------------------------------------------------------------------------------
@@ -330,7 +340,7 @@ def test_the_last_status_of_a_job_does_not_replace_its_end() -> None:
 def test_a_job_that_ran_and_has_too_few_nodes_is_recovering() -> None:
     job = settled(a_job(minReplicas=2), running(0), running(1))
     assert job.status["phase"] == "Running"
-    decision = decide(job, [running(0), running(1, ready=False)], NOW)
+    decision = decide_reconciliation(job, [running(0), running(1, ready=False)], NOW)
     assert decision.status["phase"] == "Recovering"
     assert condition(decision, "Running")["status"] == "False"
 
@@ -338,17 +348,17 @@ def test_a_job_that_ran_and_has_too_few_nodes_is_recovering() -> None:
 def test_a_suspended_job_has_no_pods_and_comes_back() -> None:
     job = settled(a_job(), running(0), running(1))
     job.spec["suspend"] = True  # type: ignore[index]
-    decision = decide(job, [running(0), running(1)], NOW)
+    decision = decide_reconciliation(job, [running(0), running(1)], NOW)
     assert actions(decision) == [DeletePod("train-1", "uid-1"), DeletePod("train-0", "uid-0")]
     assert decision.status["phase"] == "Suspended"
     job = after(job, decision)
     job.spec["suspend"] = False  # type: ignore[index]
-    assert actions(decide(job, [], NOW)) == [CreatePod(0), CreatePod(1)]
+    assert actions(decide_reconciliation(job, [], NOW)) == [CreatePod(0), CreatePod(1)]
 
 
 def test_an_image_that_does_not_exist_is_a_condition_and_no_loop() -> None:
     bad = running(0, phase="Pending", ready=False, waiting="ImagePullBackOff", detail="no such image x:1")
-    decision = decide(a_job(replicas=1), [bad], NOW)
+    decision = decide_reconciliation(a_job(replicas=1), [bad], NOW)
     assert actions(decision) == []
     assert "no such image" in condition(decision, "CannotStart")["message"]
 
@@ -356,7 +366,7 @@ def test_an_image_that_does_not_exist_is_a_condition_and_no_loop() -> None:
 def test_a_missing_secret_is_not_the_images_fault() -> None:
     detail = 'secret "mine" not found'
     bad = running(0, phase="Pending", ready=False, waiting="CreateContainerConfigError", detail=detail)
-    message = condition(decide(a_job(replicas=1), [bad], NOW), "CannotStart")["message"]
+    message = condition(decide_reconciliation(a_job(replicas=1), [bad], NOW), "CannotStart")["message"]
     assert "create the template's Secret or ConfigMap" in message and "image" not in message
 
 
@@ -372,7 +382,7 @@ NOT_STARTED = {
 def test_a_command_that_is_not_in_the_image_is_a_condition_until_a_pod_runs() -> None:
     job = a_job(replicas=1)
     failed = running(0, finished=NOW, **NOT_STARTED)
-    decision = decide(job, [failed], NOW)
+    decision = decide_reconciliation(job, [failed], NOW)
     assert (actions(decision), emitted(decision)) == ([DeletePod("train-0", "uid-0")], ["CannotStart"])
     said = condition(decision, "CannotStart")
     assert (said["status"], said["reason"]) == ("True", "StartError")
@@ -381,9 +391,9 @@ def test_a_command_that_is_not_in_the_image_is_a_condition_until_a_pod_runs() ->
     )
     for pods in ([], [running(0, uid="next", phase="Pending", ready=False)]):
         job = after(job, decision)
-        decision = decide(job, pods, NOW + 1)
+        decision = decide_reconciliation(job, pods, NOW + 1)
         assert condition(decision, "CannotStart") == said
-    runs = decide(after(job, decision), [running(0, uid="next")], NOW + 2)
+    runs = decide_reconciliation(after(job, decision), [running(0, uid="next")], NOW + 2)
     assert condition(runs, "CannotStart")["status"] == "False"
 
 
@@ -391,34 +401,36 @@ def test_pods_that_cannot_start_are_replaced_ever_more_slowly() -> None:
     job, waits = a_job(replicas=1), []
     for n in range(4):
         job = settled(job, running(0, uid=f"try-{n}", finished=NOW, **NOT_STARTED))
-        waits.append(decide(job, [], NOW).requeue_after)
+        waits.append(decide_reconciliation(job, [], NOW).requeue_after)
     assert waits == [None, 1, 2, 4]
 
 
 def test_fields_that_the_cluster_dropped_are_a_condition_that_stays() -> None:
     job = replace(a_job(), ignored="spec.containers[0].imagePulPolicy")
-    decision = decide(job, [running(0), running(1)], NOW)
+    decision = decide_reconciliation(job, [running(0), running(1)], NOW)
     assert "imagePulPolicy" in condition(decision, "FieldsIgnored")["message"]
     assert "FieldsIgnored" in emitted(decision)
-    later = decide(replace(after(job, decision), ignored=""), [running(0), running(1)], NOW)
+    later = decide_reconciliation(replace(after(job, decision), ignored=""), [running(0), running(1)], NOW)
     assert condition(later, "FieldsIgnored")["status"] == "True"
     assert emitted(later) == []
 
 
 def test_a_pod_that_fits_nowhere_is_a_condition() -> None:
-    decision = decide(a_job(replicas=1), [running(0, phase="Pending", ready=False, unschedulable="no GPU")], NOW)
+    decision = decide_reconciliation(
+        a_job(replicas=1), [running(0, phase="Pending", ready=False, unschedulable="no GPU")], NOW
+    )
     assert condition(decision, "Unschedulable")["message"] == "pod train-0: no GPU"
 
 
 def test_a_condition_keeps_the_time_of_its_last_change() -> None:
     job = settled(a_job(), running(0), running(1))
-    since = condition(decide(job, [running(0), running(1)], NOW + 50), "Running")["lastTransitionTime"]
-    assert since == condition(decide(job, [running(0)], NOW), "Running")["lastTransitionTime"]
+    since = condition(decide_reconciliation(job, [running(0), running(1)], NOW + 50), "Running")["lastTransitionTime"]
+    assert since == condition(decide_reconciliation(job, [running(0)], NOW), "Running")["lastTransitionTime"]
 
 
 def test_a_decision_on_a_settled_job_changes_nothing() -> None:
     job = settled(a_job(), running(0), running(1))
-    again = decide(job, [running(0), running(1)], NOW + 10)
+    again = decide_reconciliation(job, [running(0), running(1)], NOW + 10)
     assert again.status == job.status
     assert all(isinstance(action, Ensure) for action in again.actions)
 
@@ -441,22 +453,22 @@ def test_a_decision_on_a_settled_job_changes_nothing() -> None:
     ],
 )
 def test_a_spec_that_cannot_be_right_is_a_condition_and_starts_nothing(spec: dict[str, Any], word: str) -> None:
-    decision = decide(a_job(**spec), [], NOW)
+    decision = decide_reconciliation(a_job(**spec), [], NOW)
     assert (actions(decision), emitted(decision)) == ([], ["Invalid"])
     assert decision.status["phase"] == "Invalid"
     assert word in condition(decision, "Invalid")["message"]
-    assert decide(after(a_job(**spec), decision), [], NOW).actions == (), "it is told once"
+    assert decide_reconciliation(after(a_job(**spec), decision), [], NOW).actions == (), "it is told once"
 
 
 def test_a_name_too_long_for_a_host_is_a_condition() -> None:
     job = replace(a_job(), owner=Owner("x" * 60, "ml", "u"))
-    assert "allow 52" in condition(decide(job, [], NOW), "Invalid")["message"]
+    assert "allow 52" in condition(decide_reconciliation(job, [], NOW), "Invalid")["message"]
 
 
 def test_a_fixed_field_that_is_changed_has_no_effect_but_a_condition() -> None:
     job = settled(a_job(), running(0), running(1))
     job.spec.update(maxRestarts=9, replicas=3)  # type: ignore[attr-defined]
-    decision = decide(job, [running(0), running(1)], NOW)
+    decision = decide_reconciliation(job, [running(0), running(1)], NOW)
     assert "spec.maxRestarts cannot be changed" in condition(decision, "Invalid")["message"]
     assert actions(decision) == [CreatePod(2)]
     assert decision.spec is not None and decision.spec.max_restarts == 3
@@ -465,12 +477,12 @@ def test_a_fixed_field_that_is_changed_has_no_effect_but_a_condition() -> None:
 def test_a_size_out_of_range_leaves_the_running_job_as_it_is() -> None:
     job = settled(a_job(), running(0), running(1))
     job.spec["replicas"] = 50  # type: ignore[index]
-    decision = decide(job, [running(0), running(1)], NOW)
+    decision = decide_reconciliation(job, [running(0), running(1)], NOW)
     assert actions(decision) == []
     assert "to maxReplicas (4)" in condition(decision, "Invalid")["message"]
     job = after(job, decision)
     job.spec["replicas"] = 3  # type: ignore[index]
-    mended = decide(job, [running(0), running(1)], NOW)
+    mended = decide_reconciliation(job, [running(0), running(1)], NOW)
     assert actions(mended) == [CreatePod(2)]
     assert condition(mended, "Invalid")["status"] == "False"
 
@@ -482,21 +494,21 @@ def out_of_range(job: ElasticJob) -> ElasticJob:
 def test_a_size_out_of_range_leaves_a_resumed_job_running() -> None:
     job = settled(a_job(suspend=True))
     job = settled(replace(job, spec={**job.spec, "suspend": False}), running(0), running(1))
-    decision = decide(out_of_range(job), [running(0), running(1)], NOW + 1)
+    decision = decide_reconciliation(out_of_range(job), [running(0), running(1)], NOW + 1)
     assert (actions(decision), decision.status["phase"]) == ([], "Running")
 
 
 def test_a_size_out_of_range_leaves_a_suspended_job_without_pods() -> None:
     job = settled(a_job(), running(0), running(1))
     job = settled(replace(job, spec={**job.spec, "suspend": True}))
-    decision = decide(out_of_range(job), [], NOW + 1)
+    decision = decide_reconciliation(out_of_range(job), [], NOW + 1)
     assert (actions(decision), decision.status["phase"]) == ([], "Suspended")
 
 
 def test_a_size_out_of_range_leaves_an_extended_deadline() -> None:
     job = settled(a_job(activeDeadlineSeconds=100), running(0), running(1))
     job = settled(replace(job, spec={**job.spec, "activeDeadlineSeconds": 1000}), running(0), running(1))
-    decision = decide(out_of_range(job), [running(0), running(1)], NOW + 200)
+    decision = decide_reconciliation(out_of_range(job), [running(0), running(1)], NOW + 200)
     assert (decision.status["phase"], decision.requeue_after) == ("Running", 800)
 
 
@@ -504,12 +516,12 @@ def test_a_size_out_of_range_leaves_the_last_valid_one_however_many_pods_are_los
     job = settled(a_job(), running(0), running(1))
     job = settled(replace(job, spec={**job.spec, "replicas": 3}), running(0), running(1), running(2))
     job = settled(out_of_range(job), running(0), running(1), running(2))
-    assert actions(decide(job, [running(0)], NOW + 1)) == [CreatePod(1), CreatePod(2)]
+    assert actions(decide_reconciliation(job, [running(0)], NOW + 1)) == [CreatePod(1), CreatePod(2)]
 
 
 def test_a_valid_field_that_is_changed_beside_an_invalid_one_counts() -> None:
     job = out_of_range(settled(a_job(), running(0), running(1)))
-    decision = decide(replace(job, spec={**job.spec, "suspend": True}), [running(0), running(1)], NOW)
+    decision = decide_reconciliation(replace(job, spec={**job.spec, "suspend": True}), [running(0), running(1)], NOW)
     assert actions(decision) == [DeletePod("train-1", "uid-1"), DeletePod("train-0", "uid-0")]
     assert "to maxReplicas (4)" in condition(decision, "Invalid")["message"]
 
@@ -520,7 +532,7 @@ def test_a_valid_field_that_is_changed_beside_an_invalid_one_counts() -> None:
 def test_any_invalid_field_keeps_its_last_valid_value(wrong: dict[str, Any]) -> None:
     good = {"spares": 1, "suspend": False, "activeDeadlineSeconds": 100, "ttlSecondsAfterFinished": 7}
     job = settled(a_job(**good), running(0), running(1), running(2))
-    decision = decide(replace(job, spec={**job.spec, "replicas": 3, **wrong}), [running(0)], NOW)
+    decision = decide_reconciliation(replace(job, spec={**job.spec, "replicas": 3, **wrong}), [running(0)], NOW)
     spec = decision.spec
     assert spec is not None
     assert (spec.replicas, spec.spares, spec.suspend, spec.active_deadline, spec.ttl) == (3, 1, False, 100, 7)
@@ -529,7 +541,9 @@ def test_any_invalid_field_keeps_its_last_valid_value(wrong: dict[str, Any]) -> 
 def test_two_invalid_fields_keep_their_last_valid_values() -> None:
     job = settled(a_job(spares=1), running(0), running(1), running(2))
     wrong = {"replicas": 99, "spares": -1, "ttlSecondsAfterFinished": 7}
-    decision = decide(replace(job, spec={**job.spec, **wrong}), [running(0), running(1), running(2)], NOW)
+    decision = decide_reconciliation(
+        replace(job, spec={**job.spec, **wrong}), [running(0), running(1), running(2)], NOW
+    )
     spec = decision.spec
     assert spec is not None and (spec.replicas, spec.spares, spec.ttl) == (2, 1, 7)
     assert (actions(decision), decision.status["phase"]) == ([], "Running")
@@ -539,7 +553,7 @@ def test_two_invalid_fields_keep_their_last_valid_values() -> None:
 
 def test_an_invalid_field_that_was_never_given_has_its_default() -> None:
     job = settled(a_job(), running(0), running(1))
-    decision = decide(replace(job, spec={**job.spec, "spares": -1}), [running(0), running(1)], NOW)
+    decision = decide_reconciliation(replace(job, spec={**job.spec, "spares": -1}), [running(0), running(1)], NOW)
     assert (actions(decision), decision.spec and decision.spec.spares) == ([], 0)
 
 
@@ -547,61 +561,63 @@ def test_an_invalid_field_that_was_never_given_has_its_default() -> None:
 
 
 def test_a_job_succeeds_when_a_pod_says_so() -> None:
-    decision = decide(a_job(), [said(0, "succeeded"), running(1)], NOW)
+    decision = decide_reconciliation(a_job(), [said(0, "succeeded"), running(1)], NOW)
     assert (actions(decision), emitted(decision)) == ([], ["Succeeded"])
     assert decision.status["phase"] == "Succeeded"
 
 
 def test_a_job_fails_with_the_report_of_its_pods() -> None:
-    decision = decide(a_job(), [said(0, "failed", 1), said(1, "failed", 1)], NOW)
+    decision = decide_reconciliation(a_job(), [said(0, "failed", 1), said(1, "failed", 1)], NOW)
     assert (decision.status["phase"], decision.status["lastFailure"]) == ("Failed", "because")
 
 
 def test_the_end_has_the_counts_of_the_report_and_not_of_the_last_answer() -> None:
     word = json.dumps({"outcome": "failed", "why": "1 of 1 restarts are used", "rounds": 2, "restarts": 1})
     job = trains(a_job(), round=1, restarts=0)
-    status = decide(job, [replace(said(0, "failed", 1), message=word), running(1)], NOW).status
+    status = decide_reconciliation(job, [replace(said(0, "failed", 1), message=word), running(1)], NOW).status
     assert (status["round"], status["restarts"]) == (2, 1)
 
 
 @pytest.mark.parametrize("count", [-1, "many", True, None])
 def test_counts_that_are_none_are_left_out(count: Any) -> None:
     word = json.dumps({"outcome": "failed", "restarts": count})
-    assert "restarts" not in decide(a_job(), [replace(said(0, "failed", 1), message=word)], NOW).status
+    assert "restarts" not in decide_reconciliation(a_job(), [replace(said(0, "failed", 1), message=word)], NOW).status
 
 
 def test_wrong_input_ends_the_job_at_once() -> None:
     pod = running(0, phase="Failed", ready=False, exit_code=2, message="--nproc-per-node=x: no number")
-    decision = decide(a_job(), [pod], NOW)
+    decision = decide_reconciliation(a_job(), [pod], NOW)
     assert (decision.status["phase"], emitted(decision)) == ("Failed", ["WrongInput"])
 
 
 def test_a_job_that_is_over_stays_over() -> None:
     job = settled(a_job(), said(0, "succeeded"), running(1))
-    assert actions(decide(job, [running(1)], NOW + 1)) == []
-    assert actions(decide(job, [running(1)], NOW + EXIT_TIMEOUT_S)) == [DeletePod("train-1", "uid-1")]
+    assert actions(decide_reconciliation(job, [running(1)], NOW + 1)) == []
+    assert actions(decide_reconciliation(job, [running(1)], NOW + EXIT_TIMEOUT_S)) == [DeletePod("train-1", "uid-1")]
 
 
 def test_a_job_is_deleted_when_its_time_to_live_is_over() -> None:
     job = settled(a_job(ttlSecondsAfterFinished=100), said(0, "succeeded"))
-    assert decide(job, [], NOW + 70).requeue_after == 30
-    assert actions(decide(job, [], NOW + 100)) == [DeleteJob()]
+    assert decide_reconciliation(job, [], NOW + 70).requeue_after == 30
+    assert actions(decide_reconciliation(job, [], NOW + 100)) == [DeleteJob()]
 
 
 def test_a_job_past_its_deadline_fails_and_its_pods_go() -> None:
     job = settled(a_job(activeDeadlineSeconds=100), running(0), running(1))
-    decision = decide(job, [running(0), running(1)], NOW + 100)
+    decision = decide_reconciliation(job, [running(0), running(1)], NOW + 100)
     assert decision.status["phase"] == "Failed"
     assert actions(decision) == [DeletePod("train-0", "uid-0"), DeletePod("train-1", "uid-1")]
 
 
 def test_nothing_is_done_for_a_job_that_is_being_deleted() -> None:
-    assert decide(replace(a_job(), deleting=True), [], NOW).actions == ()
+    assert decide_reconciliation(replace(a_job(), deleting=True), [], NOW).actions == ()
 
 
 def test_how_the_job_ended_counts_more_than_a_latecomer_that_was_turned_away() -> None:
     latecomer = running(0, phase="Failed", ready=False, exit_code=2, message="the job is over")
-    decision = decide(a_job({"startTime": "2027-01-15T08:00:00Z"}), [latecomer, said(1, "succeeded")], NOW)
+    decision = decide_reconciliation(
+        a_job({"startTime": "2027-01-15T08:00:00Z"}), [latecomer, said(1, "succeeded")], NOW
+    )
     assert decision.status["phase"] == "Succeeded"
 
 
@@ -610,19 +626,19 @@ def test_how_the_job_ended_counts_more_than_a_latecomer_that_was_turned_away() -
 
 def test_an_object_that_the_cluster_rejects_sets_a_condition_once_and_is_retried() -> None:
     job = replace(a_job(), refused="Pod train-0 cannot be created: exceeded quota")
-    decision = decide(job, [], NOW)
+    decision = decide_reconciliation(job, [], NOW)
     assert condition(decision, "Refused")["message"] == "Pod train-0 cannot be created: exceeded quota"
     assert (emitted(decision), actions(decision)) == (["Refused"], [CreatePod(0), CreatePod(1)])
-    again = decide(after(job, decision), [], NOW + 1)
+    again = decide_reconciliation(after(job, decision), [], NOW + 1)
     assert emitted(again) == []
-    made = decide(replace(after(job, decision), refused=""), [running(0), running(1)], NOW + 2)
+    made = decide_reconciliation(replace(after(job, decision), refused=""), [running(0), running(1)], NOW + 2)
     assert condition(made, "Refused")["status"] == "False"
 
 
 def test_replicas_are_written_until_they_are_there() -> None:
     job = settled(a_job())
     del job.spec["replicas"]  # type: ignore[attr-defined]
-    assert SetReplicas(4) in decide(job, [], NOW).actions
+    assert SetReplicas(4) in decide_reconciliation(job, [], NOW).actions
 
 
 def test_a_suspended_job_does_not_run_towards_its_deadline() -> None:
@@ -631,7 +647,7 @@ def test_a_suspended_job_does_not_run_towards_its_deadline() -> None:
     job = settled(job, now=NOW + 50)
     assert "startTime" not in job.status
     job.spec["suspend"] = False  # type: ignore[index]
-    resumed = decide(job, [], NOW + 1000)
+    resumed = decide_reconciliation(job, [], NOW + 1000)
     assert (resumed.status["phase"], resumed.requeue_after) == ("Recovering", 100)
 
 
@@ -640,33 +656,35 @@ def test_a_suspended_job_does_not_run_towards_its_deadline() -> None:
     [said(1, "stopped", 143), replace(said(1, ""), message=""), replace(said(1, "", 2), message="usage")],
 )
 def test_the_end_of_a_removed_pod_is_not_the_end_of_the_job(pod: Pod) -> None:
-    decision = decide(settled(a_job(), running(0)), [running(0), replace(pod, deleting=True)], NOW)
+    decision = decide_reconciliation(settled(a_job(), running(0)), [running(0), replace(pod, deleting=True)], NOW)
     assert decision.status["phase"] == "Running"
 
 
 def test_a_job_that_ends_while_a_pod_is_leaving_has_ended() -> None:
     leaving = replace(said(1, "succeeded"), deleting=True)
-    assert decide(settled(a_job(), running(0)), [running(0), leaving], NOW).status["phase"] == "Succeeded"
+    assert (
+        decide_reconciliation(settled(a_job(), running(0)), [running(0), leaving], NOW).status["phase"] == "Succeeded"
+    )
 
 
 def test_an_unreadable_accepted_spec_is_accepted_again() -> None:
-    decision = decide(a_job({"accepted": "{"}), [running(0), running(1)], NOW)
+    decision = decide_reconciliation(a_job({"accepted": "{"}), [running(0), running(1)], NOW)
     assert decision.status["phase"] == "Running"
     assert json.loads(decision.status["accepted"])["maxReplicas"] == 4
 
 
 def test_a_spec_that_another_version_accepted_sets_a_condition() -> None:
-    decision = decide(a_job({"accepted": '{"maxReplicas": 0}'}, maxReplicas=0), [running(0)], NOW)
+    decision = decide_reconciliation(a_job({"accepted": '{"maxReplicas": 0}'}, maxReplicas=0), [running(0)], NOW)
     assert (actions(decision), decision.status["phase"]) == ([], "Invalid")
 
 
 @pytest.mark.parametrize("name", ["7up", "a.b", "-a", "A"])
 def test_a_name_that_no_service_can_have_is_a_condition(name: str) -> None:
     job = replace(a_job(), owner=Owner(name, "ml", "u"))
-    assert "must be a service name" in condition(decide(job, [], NOW), "Invalid")["message"]
+    assert "must be a service name" in condition(decide_reconciliation(job, [], NOW), "Invalid")["message"]
 
 
 def test_a_default_that_is_written_out_changes_nothing() -> None:
     job = settled(a_job(), running(0), running(1))
     job.spec["maxRestarts"] = 3  # type: ignore[index]
-    assert condition(decide(job, [running(0), running(1)], NOW), "Invalid") is None
+    assert condition(decide_reconciliation(job, [running(0), running(1)], NOW), "Invalid") is None

@@ -9,7 +9,7 @@ import cel
 import pytest
 
 from ripstop.kubernetes import crd, deploy
-from ripstop.kubernetes.spec import FIELDS, Spec, SpecProblem, changed, read
+from ripstop.kubernetes.spec import FIELDS, Spec, SpecProblem, changed_spec_fields, read_spec
 
 TEMPLATE = {"spec": {"containers": [{"name": "main", "image": "x:1"}]}}
 ETCD = {"backend": "etcd", "endpoints": ["e1:2379"]}
@@ -58,7 +58,7 @@ def refused(spec: dict[str, Any], before: dict[str, Any] | None = None) -> list[
 def test_a_spec_that_is_right_is_taken_by_the_rules_and_by_the_operator(spec: dict[str, Any]) -> None:
     assert refused(spec) == []
     assert refused(spec, spec) == []
-    assert isinstance(read("train", defaulted(spec)), Spec)
+    assert isinstance(read_spec("train", defaulted(spec)), Spec)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_spec_that_cannot_be_right_is_refused_by_the_rules_and_by_the_operator
 ) -> None:
     (said,) = refused(spec)
     assert word in said
-    assert not isinstance(read("train", defaulted(spec)), Spec)
+    assert not isinstance(read_spec("train", defaulted(spec)), Spec)
 
 
 CHANGES = {
@@ -100,7 +100,7 @@ def test_a_fixed_field_cannot_be_changed(field: str) -> None:
     assert refused({field: CHANGES[field]}, {}) == [
         f"{field} cannot be changed while the job exists; delete the job and create a new one"
     ]
-    assert changed(defaulted({}), defaulted({field: CHANGES[field]}))
+    assert changed_spec_fields(defaulted({}), defaulted({field: CHANGES[field]}))
 
 
 @pytest.mark.parametrize(
@@ -112,12 +112,12 @@ def test_a_fixed_field_cannot_be_changed(field: str) -> None:
     ],
 )
 def test_a_number_of_standbys_that_cannot_be_is_refused_by_the_operator(spec: dict[str, Any], text: str) -> None:
-    assert read("train", defaulted(spec)) == [SpecProblem("spec.standby", text)]
+    assert read_spec("train", defaulted(spec)) == [SpecProblem("spec.standby", text)]
 
 
 def test_a_point_at_which_no_standby_can_wait_is_refused_by_the_operator() -> None:
     problem = SpecProblem("spec.standbyUntil", "is script or elastic, not 'step'")
-    assert read("train", defaulted({"standbyUntil": "step"})) == [problem]
+    assert read_spec("train", defaulted({"standbyUntil": "step"})) == [problem]
 
 
 def test_every_fixed_field_has_a_rule() -> None:
@@ -139,7 +139,7 @@ def test_the_other_fields_can_be_changed(change: dict[str, Any]) -> None:
 )
 def test_a_name_is_one_for_pods_and_services(name: str, right: bool) -> None:
     assert (broken(schema(), {"metadata": {"name": name}}) == []) is right
-    assert isinstance(read(name, defaulted({})), Spec) is right
+    assert isinstance(read_spec(name, defaulted({})), Spec) is right
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_name_is_one_for_pods_and_services(name: str, right: bool) -> None:
 def test_a_cluster_older_than_the_rules_gets_none(major: str, minor: str, knows: bool) -> None:
     found = crd.supports_rules({"major": major, "minor": minor})
     assert found is knows
-    assert ("x-kubernetes-validations" in str(deploy.objects(rules=found))) is knows
+    assert ("x-kubernetes-validations" in str(deploy.objects_to_deploy(rules=found))) is knows
 
 
 def test_a_cluster_that_does_not_say_its_version_gets_none() -> None:

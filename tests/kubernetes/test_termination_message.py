@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from ripstop.api.termination_message import termination_message
 from ripstop.kubernetes.manifests import Owner
 from ripstop.kubernetes.pods import Pod
-from ripstop.kubernetes.reconcile import CreatePod, Decision, DeletePod, ElasticJob, Emit, decide
+from ripstop.kubernetes.reconcile import CreatePod, Decision, DeletePod, ElasticJob, Emit, decide_reconciliation
 from ripstop.model.failure import Failure, JobEnd
 from ripstop.model.round import Outcome
 
@@ -26,7 +26,7 @@ def after(word: str, code: int) -> Decision:
     running = Pod("train-0", 0, "uid-0", "Running", NOW, ready=True)
     phase = "Succeeded" if code == 0 else "Failed"
     over = Pod("train-1", 1, "uid-1", phase, NOW - 100, exit_code=code, finished=NOW, message=word)
-    return decide(ElasticJob(Owner("train", "ml", "u-1"), SPEC, {}), [running, over], NOW)
+    return decide_reconciliation(ElasticJob(Owner("train", "ml", "u-1"), SPEC, {}), [running, over], NOW)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_it_comes_back_as_it_was(objects: list[dict[str, Any]]) -> None:
 
 
 def test_real_objects_come_back_as_they_were() -> None:
-    objects = deploy.objects()
+    objects = deploy.objects_to_deploy()
     assert list(yaml.safe_load_all(to_yaml(objects))) == objects
 
 

@@ -49,16 +49,16 @@ def test_lines_that_come_after_the_last_lines_were_found_are_left_for_the_next_c
     offset, size = log_reader.find_last_lines(path, 2)
     with path.open("a") as file:
         file.write("4\n")
-    chunk = log_reader.read(path, offset, size)
+    chunk = log_reader.read_log_chunk(path, offset, size)
     assert (chunk.text, chunk.next, chunk.size) == ("2\n3\n", 6, 6)
-    assert log_reader.read(path, chunk.next).text == "4\n"
+    assert log_reader.read_log_chunk(path, chunk.next).text == "4\n"
 
 
 def test_chunks_are_contiguous_and_divide_no_character(path: Path) -> None:
     text = "aä€😀" * 20_000
     path.write_text(text, encoding="utf-8")
     found, offset = [], 0
-    while (piece := log_reader.read(path, offset)).text:
+    while (piece := log_reader.read_log_chunk(path, offset)).text:
         assert piece.offset == offset
         found.append(piece.text)
         offset = piece.next
@@ -68,16 +68,16 @@ def test_chunks_are_contiguous_and_divide_no_character(path: Path) -> None:
 
 def test_invalid_bytes_are_replaced_and_an_incomplete_character_is_left_for_later(path: Path) -> None:
     path.write_bytes(b"\xff\xfeok \xe2\x82")
-    piece = log_reader.read(path, 0)
+    piece = log_reader.read_log_chunk(path, 0)
     assert (piece.text, piece.next, piece.size) == ("\ufffd\ufffdok ", 5, 7)
 
 
 def test_an_incomplete_character_at_the_end_of_a_finished_file_is_replaced(path: Path) -> None:
     path.write_bytes(b"ok \xe2\x82")
-    assert log_reader.read(path, 0, finished=True).text == "ok \ufffd"
+    assert log_reader.read_log_chunk(path, 0, finished=True).text == "ok \ufffd"
     path.write_bytes(b"x" * (log_reader.MAX_CHUNK_BYTES - 1) + "\u20ac".encode())
-    first = log_reader.read(path, 0, finished=True)
-    assert log_reader.read(path, first.next, finished=True).text == "\u20ac"
+    first = log_reader.read_log_chunk(path, 0, finished=True)
+    assert log_reader.read_log_chunk(path, first.next, finished=True).text == "\u20ac"
 
 
 def test_waiting_ends_when_the_file_is_finished(path: Path) -> None:
@@ -100,14 +100,14 @@ def test_a_hole_at_the_front_of_a_file_is_skipped(path: Path) -> None:
         os.ftruncate(file.fileno(), 1 << 20)
         file.seek(1 << 20)
         file.write(b"the end")
-    piece = log_reader.read(path, 0)
+    piece = log_reader.read_log_chunk(path, 0)
     assert piece.text.lstrip("\0") == "the end"
     assert piece.offset > 0 or len(piece.text) > 7  # a file system without holes returns zeros
 
 
 def test_a_truncated_file_is_read_from_its_end(path: Path) -> None:
     path.write_text("short")
-    assert log_reader.read(path, 100) == log_reader.LogChunk(5, 5, 5, "")
+    assert log_reader.read_log_chunk(path, 100) == log_reader.LogChunk(5, 5, 5, "")
 
 
 @pytest.mark.parametrize("watched", [True, False])

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ripstop.logs.console import MAX_READ_BYTES, RESERVED_BYTES, Console, Prefixer, _Copier, _LogFile
-from ripstop.logs.directory import KeptRoundLogs, LogDirectory, RoundLogs, directory_name
+from ripstop.logs.console import MAX_READ_BYTES, RESERVED_BYTES, Console, Prefixer, _ConsoleCopier, _ConsoleLogFile
+from ripstop.logs.directory import KeptLogDirectories, LogDirectory, RoundLogs, directory_name
 from ripstop.model.config import Logs, OutputStreams, StreamMap
 from ripstop.model.errors import StartError, UsageError
 from ripstop.model.round import Address, Place
@@ -48,7 +48,9 @@ def test_a_worker_that_goes_on_in_place_keeps_its_files_until_it_is_replaced(tmp
     old, middle, new = (
         RoundLogs(tmp_path, Logs(), replace(PLACE, round=round), "default", terminal=False) for round in (2, 3, 4)
     )
-    logs = KeptRoundLogs(new, {0: KeptRoundLogs(middle, {0: old})})  # local rank 0 goes on for the second time
+    logs = KeptLogDirectories(
+        new, {0: KeptLogDirectories(middle, {0: old})}
+    )  # local rank 0 goes on for the second time
     logs.prepare()
     assert [logs.stderr(0), logs.stderr(1)] == [old.stderr(0), new.stderr(1)]
     assert logs.error_file(0) == old.error_file(0)
@@ -454,7 +456,7 @@ def test_without_a_prefix_half_a_line_appears_at_once(tmp_path: Path, console: C
 def test_without_a_prefix_a_long_output_is_divided_between_lines(tmp_path: Path) -> None:
     path = tmp_path / "err.log"
     path.touch()
-    file = _LogFile(path, None, None, keep_end_only=False, reserve_space=False)
+    file = _ConsoleLogFile(path, None, None, keep_end_only=False, reserve_space=False)
     line = b"x" * 99 + b"\n"
     append(path, line * 10_000 + b"half")
     blocks = []
@@ -469,7 +471,7 @@ def test_without_a_prefix_a_long_output_is_divided_between_lines(tmp_path: Path)
 def test_without_a_prefix_a_line_that_is_just_being_written_is_not_divided(tmp_path: Path) -> None:
     path = tmp_path / "err.log"
     path.touch()
-    file = _LogFile(path, None, None, keep_end_only=False, reserve_space=False)
+    file = _ConsoleLogFile(path, None, None, keep_end_only=False, reserve_space=False)
     append(path, b"line\nhalf")
     assert file.next_output() == (b"line\n", True)
     append(path, b" a line\n")
@@ -788,7 +790,7 @@ def test_each_stream_reaches_its_own_console(tmp_path: Path, tee: int, out: byte
 def test_a_copier_that_ends_before_its_pipe_is_written_to_is_closed_without_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copier = _Copier(os.open(tmp_path / "console", os.O_WRONLY | os.O_CREAT))
+    copier = _ConsoleCopier(os.open(tmp_path / "console", os.O_WRONLY | os.O_CREAT))
     busy, continued = threading.Event(), threading.Event()
 
     def wait() -> None:

@@ -3,12 +3,12 @@
 import pytest
 
 from ripstop.model import events
-from ripstop.notifications.content import Notification, NotificationKind, Notifications, for_slack
+from ripstop.notifications.content import Notification, NotificationContentWriter, NotificationKind, for_slack
 from tests.report.transcripts import Transcript
 
 
 def messages(job: Transcript) -> list[Notification]:
-    notifications = Notifications("job7")
+    notifications = NotificationContentWriter("job7")
     return [message for record in job.records if (message := notifications.on(record))]
 
 

@@ -10,7 +10,7 @@ from zlib import crc32
 import pytest
 
 from ripstop.commit_memory import IS_REPLICATED
-from ripstop.replication.peer_connection import PeerConnection, PeerError, connect
+from ripstop.replication.peer_connection import PeerConnection, PeerError, connect_to_peer
 from ripstop.replication.replicator import SECONDS_BEFORE_REPORT
 from tests.certificates import Authority
 from tests.replication.replicator import RUN_ID, SECRET, TIMEOUT_S, Buffer, Replicator
@@ -49,7 +49,7 @@ def commits(node: Replicator, *numbers: int, size: int = 100_000, flags: int = 0
 
 def peer(node: Replicator, *, token: str = SECRET, round: int = 1, run_id: str = RUN_ID) -> PeerConnection:
     node.dial().close()
-    return connect("127.0.0.1", node.port, tls=None, token=token, run_id=run_id, node="x", round=round)
+    return connect_to_peer("127.0.0.1", node.port, tls=None, token=token, run_id=run_id, node="x", round=round)
 
 
 def put(connection: PeerConnection, size: int, **more: object) -> dict[str, object]:

@@ -9,7 +9,7 @@ from ripstop.model.event_json import to_json
 from ripstop.model.events import EventRecord
 from ripstop.report.builder import build_report
 from ripstop.report.model import JobResult
-from ripstop.report.reader import Skipped, event_files, read_events
+from ripstop.report.reader import Skipped, event_files_for_report, read_events_for_report
 from tests.report.transcripts import Transcript
 
 MAX_RSS_MIB = 200
@@ -18,8 +18,8 @@ import re, sys
 from pathlib import Path
 from ripstop.report.builder import build_report
 from ripstop.report.html import render
-from ripstop.report.reader import Skipped, read_events
-page = render(build_report(read_events([Path(sys.argv[1])], Skipped())))
+from ripstop.report.reader import Skipped, read_events_for_report
+page = render(build_report(read_events_for_report([Path(sys.argv[1])], Skipped())))
 peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]
 print(int(peak) // 1024, len(page))
 """
@@ -41,7 +41,7 @@ def a_job() -> Transcript:
 
 def read(*paths: Path) -> tuple[list[EventRecord], Skipped]:
     skipped = Skipped()
-    return list(read_events(list(paths), skipped)), skipped
+    return list(read_events_for_report(list(paths), skipped)), skipped
 
 
 def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_record_is_read_once_from_the_files_of_a_run(tmp_path: Path) -> None:
     again = [to_json(record) for record in job.records if record.node == "a"]  # by a new coordinator
     (tmp_path / "job-events.jsonl").write_text("\n".join([*lines(job), *again]))
     (tmp_path / "events.jsonl").write_text("\n".join(of_nodes))
-    found, _ = read(*event_files(tmp_path))
+    found, _ = read(*event_files_for_report(tmp_path))
     assert len(found) == len(job.records) + 1
     assert (found[-1].seq, found[-1].node) == (99, "b")
 

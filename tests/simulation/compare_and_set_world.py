@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from random import Random
 
 from ripstop.compat.rendezvous.compare_and_set import (
+    CompareAndSetParticipant,
+    CompareAndSetState,
     Formed,
-    Participant,
     ParticipantSettings,
     RendezvousClosed,
-    SharedState,
     Step,
     StoreAddress,
     Write,
-    decode,
-    encode,
+    decode_compare_and_set_state,
+    encode_compare_and_set_state,
 )
 from tests.simulation.rules import Violation, require
 
@@ -34,11 +34,11 @@ HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, LAST_CALL = 1.0, 3.0, 2.0
 
 @dataclass
 class Store:
-    """All states that were ever stored, as `decode` reads them; the token of a state is its index."""
+    """All states that were ever stored, as `decode_compare_and_set_state` reads them; a state's token is its index."""
 
-    states: list[SharedState] = field(default_factory=lambda: [SharedState("job")])
+    states: list[CompareAndSetState] = field(default_factory=lambda: [CompareAndSetState("job")])
 
-    def read(self, back: int = 0) -> tuple[SharedState, int]:
+    def read(self, back: int = 0) -> tuple[CompareAndSetState, int]:
         """The state before the last `back` writes."""
         token = max(0, len(self.states) - 1 - back)
         return self.states[token], token
@@ -46,7 +46,7 @@ class Store:
     def compare_set(self, value: bytes, token: int) -> bool:
         if token != len(self.states) - 1:
             return False
-        self.states.append(decode(value, "job"))
+        self.states.append(decode_compare_and_set_state(value, "job"))
         return True
 
 
@@ -54,10 +54,10 @@ class Store:
 class SimulatedNode:
     """A participant, the state that it has read, and the round that it runs."""
 
-    member: Participant
+    member: CompareAndSetParticipant
     store: StoreAddress
     clock: float  # relative to the world's
-    state: SharedState
+    state: CompareAndSetState
     token: int = 0
     running: int = 0  # round number
     shut: bool = False
@@ -100,8 +100,8 @@ class CompareAndSetWorld:
         self.started += 1
         name = f"n{self.started}"
         clock = self.random.uniform(-1e6, 1e6)
-        member = Participant(name, self.settings)
-        self.nodes.append(SimulatedNode(member, StoreAddress(name, 1), clock, SharedState("job")))
+        member = CompareAndSetParticipant(name, self.settings)
+        self.nodes.append(SimulatedNode(member, StoreAddress(name, 1), clock, CompareAndSetState("job")))
 
     def _inject_faults(self) -> None:
         random = self.random
@@ -153,7 +153,7 @@ class CompareAndSetWorld:
                 if faulty and self.random.random() < 0.1:
                     return  # the request is lost
                 before, _ = self.store.read()
-                if self.store.compare_set(encode(state), node.token):
+                if self.store.compare_set(encode_compare_and_set_state(state), node.token):
                     self._check(before, self.store.read()[0])
                     self.wrote[node.name] = self.now
                 if not (faulty and self.random.random() < 0.1):  # else the reply is lost
@@ -166,7 +166,7 @@ class CompareAndSetWorld:
 
     # rules ------------------------------------------------------------------------------------------------------------
 
-    def _check(self, before: SharedState, after: SharedState) -> None:
+    def _check(self, before: CompareAndSetState, after: CompareAndSetState) -> None:
         """Check a write that the store has made."""
         require(not before.closed, "nothing is written after closing")
         require(after.revision == before.revision + 1, "every write increments the revision")

@@ -5,7 +5,14 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from ripstop.compat.rendezvous.compare_and_set import Candidate, Formed, Participant, SharedState, Step, StoreAddress
+from ripstop.compat.rendezvous.compare_and_set import (
+    Candidate,
+    CompareAndSetParticipant,
+    CompareAndSetState,
+    Formed,
+    Step,
+    StoreAddress,
+)
 from tests.simulation.compare_and_set_world import CompareAndSetWorld
 from tests.simulation.rules import Violation
 
@@ -25,42 +32,44 @@ def test_schedules_form_rounds_and_reach_every_kind_of_rest() -> None:
 
 
 def a_round_forms_while_others_are_in_the_last(patch: pytest.MonkeyPatch) -> None:
-    right = Participant._with_next_round
+    right = CompareAndSetParticipant._with_next_round
     patch.setattr(
-        Participant,
+        CompareAndSetParticipant,
         "_with_next_round",
         lambda member, state: right(member, replace(state, departed=frozenset(state.members))),
     )
 
 
 def no_node_writes_heartbeats(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Participant, "_is_heartbeat_due", lambda member, state: False)
+    patch.setattr(CompareAndSetParticipant, "_is_heartbeat_due", lambda member, state: False)
 
 
 def silent_nodes_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Participant, "_without_lost_nodes", lambda member, state: state)
+    patch.setattr(CompareAndSetParticipant, "_without_lost_nodes", lambda member, state: state)
 
 
 def a_clock_jump_counts_as_silence_of_others(patch: pytest.MonkeyPatch) -> None:
-    def advance_time(member: Participant, now: float) -> None:
+    def advance_time(member: CompareAndSetParticipant, now: float) -> None:
         member._time = now
 
-    patch.setattr(Participant, "_advance_time", advance_time)
+    patch.setattr(CompareAndSetParticipant, "_advance_time", advance_time)
 
 
 def closing_is_not_final(patch: pytest.MonkeyPatch) -> None:
-    right = Participant.join
+    right = CompareAndSetParticipant.join
 
-    def join(member: Participant, state: SharedState, store: StoreAddress, now: float) -> Step:
+    def join(member: CompareAndSetParticipant, state: CompareAndSetState, store: StoreAddress, now: float) -> Step:
         return right(member, replace(state, closed=False), store, now)
 
-    patch.setattr(Participant, "join", join)
+    patch.setattr(CompareAndSetParticipant, "join", join)
 
 
 def a_waiting_node_joins_twice(patch: pytest.MonkeyPatch) -> None:
-    right = Participant._with_candidate
+    right = CompareAndSetParticipant._with_candidate
 
-    def with_candidate(member: Participant, state: SharedState, candidate: Candidate) -> SharedState:
+    def with_candidate(
+        member: CompareAndSetParticipant, state: CompareAndSetState, candidate: Candidate
+    ) -> CompareAndSetState:
         after = right(member, state, candidate)
         return (
             replace(after, candidates=(*after.candidates, candidate))
@@ -68,13 +77,13 @@ def a_waiting_node_joins_twice(patch: pytest.MonkeyPatch) -> None:
             else after
         )
 
-    patch.setattr(Participant, "_with_candidate", with_candidate)
+    patch.setattr(CompareAndSetParticipant, "_with_candidate", with_candidate)
 
 
 def more_than_max_nodes_form_a_round(patch: pytest.MonkeyPatch) -> None:
-    right = Participant._with_next_round
+    right = CompareAndSetParticipant._with_next_round
 
-    def with_next_round(member: Participant, state: SharedState) -> SharedState:
+    def with_next_round(member: CompareAndSetParticipant, state: CompareAndSetState) -> CompareAndSetState:
         after = right(member, state)
         if after.round == state.round:
             return after
@@ -82,30 +91,30 @@ def more_than_max_nodes_form_a_round(patch: pytest.MonkeyPatch) -> None:
             after, members=after.members + tuple(candidate.node for candidate in after.candidates), candidates=()
         )
 
-    patch.setattr(Participant, "_with_next_round", with_next_round)
+    patch.setattr(CompareAndSetParticipant, "_with_next_round", with_next_round)
 
 
 def survivors_lose_their_ranks(patch: pytest.MonkeyPatch) -> None:
-    right = Participant._with_candidate
+    right = CompareAndSetParticipant._with_candidate
     patch.setattr(
-        Participant,
+        CompareAndSetParticipant,
         "_with_candidate",
         lambda member, state, candidate: right(member, state, replace(candidate, rank=None)),
     )
 
 
 def an_outdated_store_address_is_used(patch: pytest.MonkeyPatch) -> None:
-    right = Participant._enter
+    right = CompareAndSetParticipant._enter
 
-    def enter(member: Participant, state: SharedState, store: StoreAddress) -> Formed | None:
+    def enter(member: CompareAndSetParticipant, state: CompareAndSetState, store: StoreAddress) -> Formed | None:
         assert state.store is not None
         return right(member, state, state.store)
 
-    patch.setattr(Participant, "_enter", enter)
+    patch.setattr(CompareAndSetParticipant, "_enter", enter)
 
 
 def a_removed_node_does_not_notice(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Participant, "waiting", lambda member, state: len(state.candidates))
+    patch.setattr(CompareAndSetParticipant, "waiting", lambda member, state: len(state.candidates))
 
 
 MUTANTS: list[Patch] = [

@@ -6,7 +6,7 @@ from ripstop.model.errors import UsageError
 from ripstop.model.round import Address
 from ripstop.starters.aws_batch import read_aws_batch
 from ripstop.starters.mpi import read_mpi
-from ripstop.starters.slurm import is_step, nodes_without_step, read_slurm
+from ripstop.starters.slurm import is_slurm_step, read_slurm, slurm_nodes_without_step
 from ripstop.starters.start import Start
 from tests.starters.variables import AWS_BATCH, BATCH_SCRIPT, OPEN_MPI, srun
 
@@ -51,8 +51,8 @@ def test_a_requeued_job_keeps_its_name_and_gets_another_secret() -> None:
 @pytest.mark.parametrize("step", ["", BATCH_STEP, INTERACTIVE_STEP, EXTERN_STEP])
 def test_a_batch_script_and_an_interactive_shell_are_no_steps(step: str) -> None:
     environ = {**BATCH_SCRIPT, "SLURM_STEP_ID": step}
-    assert not is_step(environ)
-    assert nodes_without_step(environ) == 4
+    assert not is_slurm_step(environ)
+    assert slurm_nodes_without_step(environ) == 4
     with pytest.raises(UsageError, match="not a step of srun; write srun"):
         read_slurm(environ, "any")
 

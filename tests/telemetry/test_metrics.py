@@ -27,7 +27,7 @@ from ripstop.model.events import (
 from ripstop.model.status import JobStatus, NodeState, NodeStatus, Phase, ReplicationStatus, StragglerStatus
 from ripstop.model.usage import GpuSample, NodeSample, RankSample, StandbySample
 from ripstop.telemetry.metrics import Totals
-from ripstop.telemetry.prometheus import METRICS, page
+from ripstop.telemetry.prometheus import METRICS, prometheus_page
 
 EVENTS: list[tuple[str, Event]] = [
     ("", NodeJoined("a", "h", 1)),
@@ -108,7 +108,7 @@ def full_page() -> str:
     rank = RankSample(0, 12.5, 2**30, 8, 2, 1000, 11, 2.5, 0.1, 40, 0.1, 7, 0.5, 3000, 0.25)
     gpu, standby = GpuSample(0, 0.9, 1, 2, 60, 650.0, 0, 0), StandbySample(0, 2**23, 2**29)
     sample = NodeSample(118.0, 2, 0.5, 2**25, (rank,), (gpu,), (standby,))
-    return page(counted_totals(), status, {"a": sample}, 120.0).decode()
+    return prometheus_page(counted_totals(), status, {"a": sample}, 120.0).decode()
 
 
 def test_every_metric_is_on_the_page_with_its_type_help_and_labels() -> None:
@@ -149,7 +149,9 @@ def test_a_node_that_did_not_reply_is_down_and_has_no_ranks() -> None:
 
 def test_unknown_values_are_left_out() -> None:
     status = JobStatus("job7", Phase.GATHERING, "", 5.0, 0, 0, 0, 3, 1, 4, 4, ())
-    empty = page(Totals(), status, {"a": NodeSample(1.0, 1, 0.5, 1, (RankSample(0, 1.0, 1, 1, 1, 0),))}, 120.0).decode()
+    empty = prometheus_page(
+        Totals(), status, {"a": NodeSample(1.0, 1, 0.5, 1, (RankSample(0, 1.0, 1, 1, 1, 0),))}, 120.0
+    ).decode()
     absent = ("state", "goodput", "gpu", "checkpoint_step", "worker_step", "heartbeat", "lost_steps")
     assert [name for name in absent if f"ripstop_{name}" in empty or f"worker_{name}" in empty] == []
 
@@ -173,7 +175,7 @@ def test_hostile_records_and_names_do_not_break_the_page() -> None:
     status = JobStatus(
         "job7\ud800", Phase.RUNNING, "", 5.0, 2, 2, 1, 3, 1, 4, 4, (NodeStatus("\udfff", "h", 1, "r", NodeState.SPARE),)
     )
-    text = page(totals, status, {}, 120.0).decode()
+    text = prometheus_page(totals, status, {}, 120.0).decode()
     assert 'ripstop_job_info{run_id="job7?"} 1.0' in text
     assert list(text_string_to_metric_families(text))
 

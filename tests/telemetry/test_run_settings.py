@@ -6,7 +6,7 @@ import pytest
 
 from ripstop.model.config import Backend, Budget, Etcd, Executable, Handler, Module, RunConfig, Script
 from ripstop.model.round import Address
-from ripstop.telemetry.run_settings import changed_settings, program_text, torch_version
+from ripstop.telemetry.run_settings import changed_run_settings, program_setting_text, torch_version_setting
 
 
 @pytest.mark.parametrize(
@@ -31,20 +31,20 @@ from ripstop.telemetry.run_settings import changed_settings, program_text, torch
     ],
 )
 def test_a_program_is_shown_without_secrets(args: tuple[str, ...], shown: str) -> None:
-    assert program_text(Script("train.py", args)) == shown
+    assert program_setting_text(Script("train.py", args)) == shown
 
 
 def test_every_kind_of_program_is_shown() -> None:
-    assert program_text(Module("pkg.train", ("--token", "x"))) == "-m pkg.train --token ***"
-    assert program_text(Executable(("bash", "run.sh"))) == "bash run.sh"
+    assert program_setting_text(Module("pkg.train", ("--token", "x"))) == "-m pkg.train --token ***"
+    assert program_setting_text(Executable(("bash", "run.sh"))) == "bash run.sh"
 
 
 def test_only_settings_that_differ_from_the_defaults_are_shown() -> None:
-    assert changed_settings(RunConfig(Script("x"), "job7")) == ()
+    assert changed_run_settings(RunConfig(Script("x"), "job7")) == ()
     config = RunConfig(
         Script("x"), "job7", slots=8, budget=Budget(max_restarts=3), start=RunConfig(Script("x"), "y").start
     )
-    assert changed_settings(config) == ("slots=8", "budget.max_restarts=3")
+    assert changed_run_settings(config) == ("slots=8", "budget.max_restarts=3")
 
 
 def test_no_setting_shows_a_secret() -> None:
@@ -60,7 +60,7 @@ def test_no_setting_shows_a_secret() -> None:
         token="hush",
         notes=("hush",),
     )
-    texts = changed_settings(config)
+    texts = changed_run_settings(config)
     assert not [text for text in texts if "hush" in text]
     assert any("timeout=3" in text and "password=***" in text for text in texts)
     assert any("etcd:2379" in text for text in texts)
@@ -70,4 +70,4 @@ def test_the_version_of_torch_is_found_without_its_import() -> None:
     from importlib.metadata import version
 
     pytest.importorskip("torch")
-    assert torch_version() == version("torch")
+    assert torch_version_setting() == version("torch")

@@ -9,7 +9,7 @@ import pytest
 
 from ripstop.model.config import LogFormat
 from ripstop.model.events import EventRecord, FirstStep, WorkersStopping
-from ripstop.telemetry.stderr_log import StderrHandler, colored_stderr_line, log_event
+from ripstop.telemetry.stderr_log import StderrHandler, colored_stderr_line, log_event_to_stderr
 
 RECORD = EventRecord(3, 12.5, "a", WorkersStopping(1, "rank 1 failed"))
 
@@ -28,8 +28,8 @@ def written(
     """The lines of a few messages."""
     log.addHandler(handler)
     log.setLevel(level)
-    log_event(log, RECORD)
-    log_event(log, EventRecord(4, 13.0, "a", FirstStep(1, 0, 7, 0.5)))
+    log_event_to_stderr(log, RECORD)
+    log_event_to_stderr(log, EventRecord(4, 13.0, "a", FirstStep(1, 0, 7, 0.5)))
     log.warning("two\nlines \x1b[31m")
     log.removeHandler(handler)
     handler.close()

@@ -2,11 +2,17 @@
 
 import pytest
 
-from ripstop.workers.zygote.imports import MAX_FILES, follow, imported_names, imports_worth_preloading, to_preload
+from ripstop.workers.zygote.imports import (
+    MAX_FILES,
+    follow_imports,
+    imported_names,
+    imports_to_preload,
+    imports_worth_preloading,
+)
 
 
 def preloads(text: str) -> list[str]:
-    return imports_worth_preloading(follow(text.encode(), "", lambda name: None))
+    return imports_worth_preloading(follow_imports(text.encode(), "", lambda name: None))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +73,7 @@ def test_parts_of_torch_and_numpy_are_preloaded_wherever_they_are_imported(text,
 def planned(directory, text, **modules):
     """What is preloaded for a script with this text and these modules beside it."""
     installed(directory, script=text, **modules)
-    return to_preload("script", str(directory / "script.py"), [str(directory)], [])[0]
+    return imports_to_preload("script", str(directory / "script.py"), [str(directory)], [])[0]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +136,7 @@ def test_a_directory_without_init_gives_way_to_a_package_later_on_the_path(tmp_p
     site = tmp_path / "site-packages"
     installed(site, data__in____init__="f()")
     installed(tmp_path / "own", script="import data\nimport parts.one\nimport z", parts__in__one="import a")
-    names, _ = to_preload("script", str(tmp_path / "own/script.py"), [str(tmp_path / "own"), str(site)], [])
+    names, _ = imports_to_preload("script", str(tmp_path / "own/script.py"), [str(tmp_path / "own"), str(site)], [])
     assert names == ["data", "parts", "a", "parts.one", "z"]
 
 
@@ -154,7 +160,7 @@ def installed(site, **files):
 
 
 def of_module(target, *path, args=()):
-    return to_preload("module", target, [str(home) for home in path], args)[0]
+    return imports_to_preload("module", target, [str(home) for home in path], args)[0]
 
 
 def test_for_a_module_its_packages_and_its_own_imports_are_preloaded(tmp_path):
@@ -193,22 +199,22 @@ def test_torch_is_preloaded_for_a_tool_that_runs_a_file_with_it(tmp_path):
 
 def test_a_directory_is_read_from_its_main_module(tmp_path):
     installed(tmp_path, __main__="import helper", helper="import torch")
-    assert to_preload("script", str(tmp_path), [str(tmp_path)], [])[0] == ["torch", "helper"]
+    assert imports_to_preload("script", str(tmp_path), [str(tmp_path)], [])[0] == ["torch", "helper"]
 
 
 @pytest.mark.parametrize("content", [b"import torch\nx = (", b"\xff\xfe\x00", b"import torch\0", b"(" * 10_000])
 def test_a_script_that_cannot_be_parsed_preloads_nothing(tmp_path, content):
     (tmp_path / "script.py").write_bytes(content)
-    assert to_preload("script", str(tmp_path / "script.py"), [], [])[0] == []
+    assert imports_to_preload("script", str(tmp_path / "script.py"), [], [])[0] == []
 
 
 def test_a_missing_script_preloads_nothing(tmp_path):
-    assert to_preload("script", str(tmp_path / "script.py"), [], []) == ([], {})
+    assert imports_to_preload("script", str(tmp_path / "script.py"), [], []) == ([], {})
 
 
 def test_a_script_in_another_encoding_is_read_as_python_reads_it(tmp_path):
     (tmp_path / "script.py").write_bytes("# coding: latin-1\nimport torch  # é".encode("latin-1"))
-    assert to_preload("script", str(tmp_path / "script.py"), [], [])[0] == ["torch"]
+    assert imports_to_preload("script", str(tmp_path / "script.py"), [], [])[0] == ["torch"]
 
 
 def test_the_number_of_followed_modules_is_limited():
@@ -218,7 +224,7 @@ def test_the_number_of_followed_modules_is_limited():
         asked.append(name)
         return f"import m{len(asked)}".encode(), ""
 
-    follow(b"import m0", "", read)
+    follow_imports(b"import m0", "", read)
     assert len(asked) == MAX_FILES
 
 

@@ -194,9 +194,9 @@ assert sys.path[0] == os.path.dirname(os.path.abspath(__file__))
 def test_a_terminal_stays_a_terminal_for_an_import(tmp_path):
     program = """
 import sys
-from ripstop.workers.zygote.import_observer import Observer, Unfit
+from ripstop.workers.zygote.import_observer import ImportObserver, Unfit
 found = []
-with Observer(set()) as observer:
+with ImportObserver(set()) as observer:
     observer.run(lambda: found.append(sys.stdout.isatty()))
     try:
         observer.run(lambda: print("hello"))
@@ -284,9 +284,9 @@ PLAN = {"steps": [("a", []), ("b", ["b", "b.c"])], "left_out": {"d": "it reads R
 
 
 def test_a_plan_is_recalled(cache):
-    preload_cache.remember("k", PLAN)
-    assert preload_cache.recall("k") == {**PLAN, "careful": False, "fit": 0}
-    assert preload_cache.recall("other") is None
+    preload_cache.remember_in_cache("k", PLAN)
+    assert preload_cache.recall_from_cache("k") == {**PLAN, "careful": False, "fit": 0}
+    assert preload_cache.recall_from_cache("other") is None
     assert oct(cache.stat().st_mode & 0o777) == "0o700"
 
 
@@ -294,32 +294,32 @@ def test_a_plan_is_recalled(cache):
     "text", ["", "{", "[]", '{"steps": 1}', '{"steps": [1], "left_out": {}, "variables": []}', "\0"]
 )
 def test_a_broken_entry_is_ignored(cache, text):
-    preload_cache.remember("k", PLAN)
+    preload_cache.remember_in_cache("k", PLAN)
     (cache / "k").write_text(text)
-    assert preload_cache.recall("k") is None
+    assert preload_cache.recall_from_cache("k") is None
 
 
 def test_a_linked_entry_is_ignored(cache):
-    preload_cache.remember("k", PLAN)
+    preload_cache.remember_in_cache("k", PLAN)
     (cache / "link").symlink_to("k")
-    assert preload_cache.recall("link") is None
+    assert preload_cache.recall_from_cache("link") is None
 
 
 def test_old_entries_are_ignored_and_removed(cache):
-    preload_cache.remember("old", PLAN)
+    preload_cache.remember_in_cache("old", PLAN)
     os.utime(cache / "old", (1, 1))
-    assert preload_cache.recall("old") is None
-    preload_cache.remember("new", PLAN)
+    assert preload_cache.recall_from_cache("old") is None
+    preload_cache.remember_in_cache("new", PLAN)
     assert [path.name for path in cache.iterdir()] == ["new"]
 
 
 def test_of_too_many_entries_the_oldest_are_removed(cache, monkeypatch):
     now = time.time()
     for age in range(5):
-        preload_cache.remember(f"aged {age}", PLAN)
+        preload_cache.remember_in_cache(f"aged {age}", PLAN)
         os.utime(cache / f"aged {age}", (now - age - 1, now - age - 1))
     monkeypatch.setattr(preload_cache, "MAX_ENTRIES", 3)
-    preload_cache.remember("new", PLAN)
+    preload_cache.remember_in_cache("new", PLAN)
     assert sorted(path.name for path in cache.iterdir()) == ["aged 0", "aged 1", "new"]
 
 

@@ -19,7 +19,7 @@ from ripstop.system import linux
 from ripstop.workers import standby, standby_policy
 from ripstop.workers.group import Exit, Group
 from ripstop.workers.spawner import ProcessSpec, Spawner
-from ripstop.workers.standby import Place, Standbys, standby_conflicting_variable
+from ripstop.workers.standby import Place, Standbys, standby_conflict_in_script
 from tests.worker_fixtures import DEADLINE, Stage, new_spawner
 
 HELLO = "import os; print('hello', os.environ['RANK'], os.getpid())"
@@ -575,4 +575,4 @@ def test_close_leaves_no_process(pools, moment):
 def test_a_script_that_sets_gpu_variables_is_recognised(tmp_path, text, name):
     script = tmp_path / "script.py"
     script.write_text(f"import os\n{text}\n")
-    assert standby_conflicting_variable(script) == name
+    assert standby_conflict_in_script(script) == name

@@ -52,7 +52,7 @@ from ripstop.agent.query_handler import QueryHandler
 from ripstop.agent.round_runner import RoundRunner
 from ripstop.coordinator.job_end import FINAL_REPORT_TIMEOUT_S
 from ripstop.logs.console import Console
-from ripstop.logs.directory import LogDirectory, LogsSource
+from ripstop.logs.directory import LogDirectory, LogDirectorySource
 from ripstop.model.config import RunConfig
 from ripstop.model.events import AgentEnded, AgentMessage, AgentStarted, Sink, WarmedUp
 from ripstop.model.fault_injection import INJECT_QUERY, Injection
@@ -60,9 +60,9 @@ from ripstop.model.job_memory import Memory
 from ripstop.model.round import Node
 from ripstop.model.text_formatting import ascii_json
 from ripstop.protocol.messages import FromCoordinator, Left, Query, Rejected, Remember, Replicate, Reply
-from ripstop.telemetry.run_settings import changed_settings, program_text, torch_version
+from ripstop.telemetry.run_settings import changed_run_settings, program_setting_text, torch_version_setting
 from ripstop.transport.link import Link
-from ripstop.workers.spawner import Starter
+from ripstop.workers.spawner import WorkerSpawner
 
 if TYPE_CHECKING:
     from ripstop.agent.fault_injector import FaultInjector
@@ -82,11 +82,11 @@ class AgentDriver:
         self,
         config: RunConfig,
         node: Node,
-        spawner: Starter,
+        spawner: WorkerSpawner,
         link: Link,
         directory: LogDirectory,
         environ: Mapping[str, str],
-        logs_source: LogsSource | None = None,
+        logs_source: LogDirectorySource | None = None,
         sinks: Iterable[Sink] = (),
         console: Console | None = None,
         describe_wait: Callable[[], str] = str,
@@ -380,11 +380,11 @@ def _agent_started(config: RunConfig) -> AgentStarted:
         config.run_id,
         ripstop.__version__,
         sys.version.split()[0],
-        torch_version(),
+        torch_version_setting(),
         os.uname().release,
         os.uname().nodename,
-        program_text(config.entry),
-        changed_settings(config),
+        program_setting_text(config.entry),
+        changed_run_settings(config),
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from ripstop.model.event_json import to_json
 from ripstop.model.events import Event, EventRecord, Sink
 from ripstop.protocol.messages import Events
-from ripstop.telemetry.stderr_log import log_event
+from ripstop.telemetry.stderr_log import log_event_to_stderr
 
 log = logging.getLogger("ripstop.agent")
 
@@ -36,7 +36,7 @@ class EventRecorder:
         """Record an event that happens now."""
         self._seq += 1
         record = EventRecord(self._seq, time.time(), self._node, event)
-        log_event(log, record, level)
+        log_event_to_stderr(log, record, level)
         for sink in self._sinks:
             sink(record)
         line = to_json(record)

@@ -17,7 +17,7 @@ from msgspec import Struct, to_builtins
 
 from ripstop.agent.log_followers import LogFollowers
 from ripstop.diagnostics.progress import WorkerProgress
-from ripstop.diagnostics.stack_dump import dump_stacks, ended_process
+from ripstop.diagnostics.stack_dump import dump_stacks, stack_dump_of_ended_process
 from ripstop.logs.directory import RoundLogs
 from ripstop.model.config import OutputStreams
 from ripstop.model.errors import QueryFailed
@@ -144,7 +144,7 @@ async def _stacks(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str
         dump_stacks((workers.pids[local], workers.logs.stack_file(local)) for local in running),
         query_ranks(workers.recorder_sockets, running, HEALTHY),
     )
-    stacks = {local: ended_process(workers.pids[local]) for local in workers.ended}
+    stacks = {local: stack_dump_of_ended_process(workers.pids[local]) for local in workers.ended}
     stacks |= zip(running, found, strict=True)
     recorded = {local: _flight_recorder_reply(flight) for local, flight in zip(running, flights, strict=True) if flight}
     max_chars = MAX_REPLY_CHARS // 3 // len(chosen)  # JSON needs more characters than the text has
@@ -227,7 +227,7 @@ async def _read_log(handler: QueryHandler, details: Mapping[str, Any]) -> dict[s
     if round < current:
         older = await run_in_daemon_thread(partial(workers.logs.earlier, round, rank, stream))
         if older is not None:
-            piece = await run_in_daemon_thread(partial(log_reader.read, older, offset, finished=True))
+            piece = await run_in_daemon_thread(partial(log_reader.read_log_chunk, older, offset, finished=True))
             if piece.text:
                 return {"round": round, "end": False} | _reply_fields(piece)
         offset = 0
@@ -236,11 +236,11 @@ async def _read_log(handler: QueryHandler, details: Mapping[str, Any]) -> dict[s
     until = None
     if "tail" in details:
         offset, until = await run_in_daemon_thread(partial(log_reader.find_last_lines, path, int(details["tail"])))
-    piece = await run_in_daemon_thread(partial(log_reader.read, path, offset, until, finished=finished))
+    piece = await run_in_daemon_thread(partial(log_reader.read_log_chunk, path, offset, until, finished=finished))
     if wait and not piece.text and not finished:
         await log_reader.wait_for_larger_log(path, piece.size, min(wait, MAX_WAIT_S), workers.stopped)
         finished = workers.all_stopped
-        piece = await run_in_daemon_thread(partial(log_reader.read, path, offset, finished=finished))
+        piece = await run_in_daemon_thread(partial(log_reader.read_log_chunk, path, offset, finished=finished))
     return {"round": current, "end": finished and piece.next >= piece.size} | _reply_fields(piece)
 
 

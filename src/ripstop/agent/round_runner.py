@@ -24,11 +24,11 @@ from ripstop.agent.store_ports import StorePorts
 from ripstop.agent.worker_exits import ExitKind, WorkerExits
 from ripstop.agent.worker_specs import WorkerSpecs, open_standbys
 from ripstop.diagnostics.evidence import memory_evidence
-from ripstop.diagnostics.evidence_events import MAX_RECORDED, to_event
+from ripstop.diagnostics.evidence_events import MAX_RECORDED, evidence_to_event
 from ripstop.diagnostics.hang_monitor import HangMonitor, MonitoredWorkers
-from ripstop.diagnostics.progress import progress_text
+from ripstop.diagnostics.progress import worker_progress_text
 from ripstop.logs.console import Console
-from ripstop.logs.directory import KeptRoundLogs, LogDirectory, LogsSource, RoundLogs
+from ripstop.logs.directory import KeptLogDirectories, LogDirectory, LogDirectorySource, RoundLogs
 from ripstop.model import events
 from ripstop.model.config import RunConfig
 from ripstop.model.errors import StartError, UnkillableError
@@ -43,7 +43,7 @@ from ripstop.workers.environment import ROUND_VARIABLES
 from ripstop.workers.group import Exit, Group
 from ripstop.workers.report_socket import ReportSocket, RestoreReport, WorkerReport
 from ripstop.workers.saver_process import SaverProcesses
-from ripstop.workers.spawner import ProcessSpec, Starter
+from ripstop.workers.spawner import ProcessSpec, WorkerSpawner
 from ripstop.workers.state_memory import StateMemory, WorkerIdentity
 from ripstop.workers.store import RoundStore
 
@@ -59,7 +59,7 @@ class RoundRunner:
     def __init__(
         self,
         config: RunConfig,
-        spawner: Starter,
+        spawner: WorkerSpawner,
         directory: LogDirectory,
         environ: Mapping[str, str],
         *,
@@ -69,7 +69,7 @@ class RoundRunner:
         report: Callable[[machine_io.AgentInput], None],
         run_task: Callable[[Coroutine[None, None, None]], Any],
         console: Console,
-        logs_source: LogsSource | None,
+        logs_source: LogDirectorySource | None,
     ) -> None:
         self._config = config
         self._secret = config.token or (secrets.token_hex(32) if config.max_nodes == 1 else "")  # for the workers' key
@@ -137,7 +137,7 @@ class RoundRunner:
     def progress_text(self) -> str:
         """The steps of the workers that run; empty if they report none."""
         round = self._round
-        return progress_text(round.monitor.worker_progress()) if round is not None and round.monitor else ""
+        return worker_progress_text(round.monitor.worker_progress()) if round is not None and round.monitor else ""
 
     def still_running_text(self) -> str:
         """Which workers have not stopped yet."""
@@ -210,7 +210,7 @@ class RoundRunner:
             return
         self._on_started(round, round.group, why, began)
 
-    async def _logs_from_source(self, source: LogsSource, place: Place, default: RoundLogs) -> RoundLogs:
+    async def _logs_from_source(self, source: LogDirectorySource, place: Place, default: RoundLogs) -> RoundLogs:
         envs = {rank: self._specs.environment(place, rank, default.error_file(rank)) for rank in range(place.slots)}
         return await source.round_logs(self._directory.path, place, envs)
 
@@ -242,7 +242,7 @@ class RoundRunner:
         old_store = self._stores.take(place)
         group = old.group
         staying = {rank for rank in kept if rank in group.live}
-        logs = KeptRoundLogs(self._new_logs(place), dict.fromkeys(staying, old.logs))
+        logs = KeptLogDirectories(self._new_logs(place), dict.fromkeys(staying, old.logs))
         round = Round(place, host, logs, old.memory_at_start, WorkerExits(place.slots), group, reforming=staying)
         round.kept = len(staying)
         if self._config.hang_timeout:
@@ -262,7 +262,7 @@ class RoundRunner:
         self._run_task(self._reform(round, group, logs, why, grace, old_store))
 
     async def _reform(
-        self, round: Round, group: Group, logs: KeptRoundLogs, why: str, grace: float, old_store: RoundStore | None
+        self, round: Round, group: Group, logs: KeptLogDirectories, why: str, grace: float, old_store: RoundStore | None
     ) -> None:
         began, place = self._loop.time(), round.place
         try:
@@ -284,7 +284,7 @@ class RoundRunner:
         self._on_started(round, group, why, began)
 
     async def _start_in_place(
-        self, round: Round, group: Group, logs: KeptRoundLogs, local_ranks: Sequence[int], grace: float
+        self, round: Round, group: Group, logs: KeptLogDirectories, local_ranks: Sequence[int], grace: float
     ) -> None:
         round.starting |= set(local_ranks)
         ranks = sorted(round.starting)
@@ -315,7 +315,7 @@ class RoundRunner:
 
     async def _replace(self, round: Round, local_ranks: Sequence[int]) -> None:
         began, group, logs = self._loop.time(), round.group, round.logs
-        assert group is not None and isinstance(logs, KeptRoundLogs), "only workers that went on are replaced"
+        assert group is not None and isinstance(logs, KeptLogDirectories), "only workers that went on are replaced"
         round.close_monitor()
         try:
             await self._start_in_place(round, group, logs, local_ranks, 0.0)
@@ -368,7 +368,7 @@ class RoundRunner:
         failed = events.WorkerFailed(place.round, place.first_rank, 0, f"could not be started: {why}")
         self._recorder.record(failed, level=logging.ERROR)
         failure = round.start_failure(why, time.time())
-        self._recorder.record(to_event(failure))
+        self._recorder.record(evidence_to_event(failure))
         self._report(machine_io.WorkersFailed(place.round, (failure,)))
 
     # watch ------------------------------------------------------------------------------------------------------------
@@ -435,7 +435,7 @@ class RoundRunner:
         self._recorder.record(events.WorkerFailed(number, failure.rank, exit.pid, what), level=logging.WARNING)
         if round.recorded_evidence < MAX_RECORDED:
             round.recorded_evidence += 1
-            self._recorder.record(to_event(failure))
+            self._recorder.record(evidence_to_event(failure))
         self._report(machine_io.WorkersFailed(number, (failure,)))
 
     def _start_recovery_clock(self, seconds_ago: float = 0.0) -> RecoveryClock:

@@ -7,7 +7,7 @@ from msgspec import Struct, field
 
 from ripstop.agent.query_handler import QueriedWorkers
 from ripstop.agent.worker_exits import WorkerExits
-from ripstop.diagnostics.evidence import MemoryEvidence, TimerKill, evidence_of_failed_start, gather
+from ripstop.diagnostics.evidence import MemoryEvidence, TimerKill, evidence_of_failed_start, gather_evidence
 from ripstop.diagnostics.hang_monitor import HangMonitor
 from ripstop.logs.directory import RoundLogs
 from ripstop.model.errors import UnkillableError
@@ -86,7 +86,7 @@ class Round(Struct):
     def failure(self, exit: Exit) -> Failure:
         """The evidence of a worker that failed."""
         rank = exit.local_rank
-        return gather(
+        return gather_evidence(
             self.place,
             rank,
             host=self.host,

@@ -9,7 +9,7 @@ from typing import Any
 from ripstop.model.errors import StartError
 from ripstop.model.round import Place
 from ripstop.workers.processes import Children
-from ripstop.workers.spawner import Starter
+from ripstop.workers.spawner import WorkerSpawner
 from ripstop.workers.store import RoundStore
 
 log = logging.getLogger("ripstop.agent")
@@ -65,7 +65,7 @@ class StorePorts:
         if (unused := self.take(place)) is not None:
             self._run_task(unused.close())
 
-    def prepare(self, spawner: Starter) -> None:
+    def prepare(self, spawner: WorkerSpawner) -> None:
         """Start the next round's store now, if this node has the running round's: workers that stay need it at once."""
         if self._offered is not None and self._store is not None:
             self._offered.prepare(spawner, self._environ, self._children)
@@ -88,7 +88,7 @@ class StorePorts:
         del self._ending[store]
         self._run_task(store.close())
 
-    def serve(self, place: Place, spawner: Starter) -> None:
+    def serve(self, place: Place, spawner: WorkerSpawner) -> None:
         if place.group_rank == 0:
             self._store = self._store or RoundStore(place.store.host, place.store.port)
             self._store.serve(spawner, self._environ, self._children)

@@ -12,7 +12,7 @@ from ripstop.model.config import RunConfig, Script, StragglerMode
 from ripstop.model.fault_injection import EXIT_SIGNAL
 from ripstop.model.round import Place
 from ripstop.workers.environment import STANDBY, local_environment, worker_environment
-from ripstop.workers.spawner import ProcessSpec, Spawner, Starter
+from ripstop.workers.spawner import ProcessSpec, Spawner, WorkerSpawner
 
 if TYPE_CHECKING:
     from ripstop.workers.standby import Standbys
@@ -62,7 +62,7 @@ class WorkerSpecs(Struct, frozen=True):
 
 def open_standbys(
     config: RunConfig,
-    spawner: Starter,
+    spawner: WorkerSpawner,
     environ: Mapping[str, str],
     record: Callable[..., None],
     shadowed_spec: Callable[[int], ProcessSpec],

@@ -10,7 +10,7 @@ from ripstop.agent.round_state import Round
 from ripstop.agent.worker_exits import TimerAction
 from ripstop.diagnostics.evidence import TimerKill
 from ripstop.diagnostics.stack_dump import dump_stack
-from ripstop.diagnostics.timer_pipe import Watchdog
+from ripstop.diagnostics.timer_pipe import TimerPipeWatchdog
 from ripstop.model import events
 from ripstop.workers.group import Group
 
@@ -26,7 +26,7 @@ class WorkerTimers:
         self._current_round = current_round
         self._recorder = recorder
         self._run_task = run_task
-        self._watchdog = Watchdog(path, self._on_expired)
+        self._watchdog = TimerPipeWatchdog(path, self._on_expired)
 
     def new_round(self) -> None:
         self._watchdog.new_round()

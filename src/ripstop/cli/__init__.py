@@ -130,9 +130,9 @@ def _dispatch_command(name: str, rest: Sequence[str], with_handler: Callable[...
         return _print_version(rest)
     module = import_module(f"ripstop.cli.commands.{JOB_COMMANDS.get(name, name)}")
     if name in JOB_COMMANDS:
-        from ripstop.cli.job_client import run_job_command
+        from ripstop.cli.job_client import run_job_client_command
 
-        return run_job_command(name, module.COMMANDS[name], rest)
+        return run_job_client_command(name, module.COMMANDS[name], rest)
     code: int = module.main(rest, with_handler) if name == "run" else module.main(rest)
     return code
 

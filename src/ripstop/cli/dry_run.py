@@ -14,7 +14,7 @@ from ripstop.telemetry.run_settings import setting_text, settings
 from ripstop.workers.environment import worker_environment
 from ripstop.workers.spawner import zygote_key
 from ripstop.workers.zygote import preload_cache
-from ripstop.workers.zygote.imports import to_preload
+from ripstop.workers.zygote.imports import imports_to_preload
 
 AFTER_RENDEZVOUS = "(after the rendezvous)"
 SET_BY_RENDEZVOUS = (
@@ -43,8 +43,8 @@ def _dry_run_preload_notes(config: RunConfig) -> Iterator[str]:
     kind, target = zygote_key(config.entry)
     home = str(Path(target).resolve() if Path(target).is_dir() else Path(target).resolve().parent)
     path = [home if kind == "script" else str(Path.cwd()), *sys.path[1:]]
-    names, sources = to_preload(kind, target, path, config.entry.args)
-    plan = preload_cache.recall(preload_cache.key(names, sources, path))
+    names, sources = imports_to_preload(kind, target, path, config.entry.args)
+    plan = preload_cache.recall_from_cache(preload_cache.cache_key(names, sources, path))
     for name, why in plan["left_out"].items() if plan else ():
         yield f"preload: {name} left out: {why}"
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
-from ripstop.cli.job_client import RunningJob
+from ripstop.cli.job_client import JobClient
 from ripstop.model.errors import RipstopError
 from ripstop.model.event_json import from_json
 from ripstop.model.text_formatting import one_line
@@ -20,7 +20,7 @@ NEXT_COORDINATOR_TIMEOUT_S = (
 RETRY_S = 0.5
 
 
-def stream_past_events(job: RunningJob, since: int) -> Iterator[dict[str, Any]]:
+def stream_past_events(job: JobClient, since: int) -> Iterator[dict[str, Any]]:
     more = True
     while more:
         page = job.get("/events", since=since)
@@ -28,7 +28,7 @@ def stream_past_events(job: RunningJob, since: int) -> Iterator[dict[str, Any]]:
         since, more = page["last"], page["more"]
 
 
-def follow_job_events(find_job: Callable[[], RunningJob], since: int) -> Iterator[dict[str, Any]]:
+def follow_job_events(find_job: Callable[[], JobClient], since: int) -> Iterator[dict[str, Any]]:
     """Yield the events after number `since`, past and new, until the job ends; also when its coordinator moves.
 
     Each coordinator numbers the events anew, and has events that the one before it had.  `since` is a number of the
@@ -68,7 +68,7 @@ def streamed_event_identity(event: dict[str, Any]) -> tuple[str, int, float]:
     return event["node"], event["seq"], event["at"]
 
 
-def follow_events(job: RunningJob, since: int) -> Iterator[dict[str, Any]]:
+def follow_events(job: JobClient, since: int) -> Iterator[dict[str, Any]]:
     """Yield the events after number `since`, past and new, until the job ends or its coordinator stops."""
     for line in job.stream_lines("/events", "text/event-stream", IDLE_TIMEOUT_S, since=since):
         if line.startswith("data: "):

@@ -19,7 +19,7 @@ from msgspec import Struct
 from ripstop.api import http_client
 from ripstop.api.local_jobs import JobRecord, job_records
 from ripstop.api.routes import PREFIX
-from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse_mixed
+from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse_flags_and_positionals
 from ripstop.model.config import COORDINATOR_PORT, Tls
 from ripstop.model.errors import HelpRequested, RipstopError, UsageError
 from ripstop.model.parsers import address, identifier, integer, key_values, parse_job_secret
@@ -60,8 +60,8 @@ class RequestRejected(RipstopError):
 # a job ----------------------------------------------------------------------------------------------------------------
 
 
-class RunningJob(Struct, frozen=True):
-    """A job and how to reach it: through a Unix socket, or at an endpoint."""
+class JobClient(Struct, frozen=True):
+    """A client of one job, through a Unix socket or at an endpoint."""
 
     name: str
     socket_path: Path | None
@@ -142,17 +142,17 @@ class RunningJob(Struct, frozen=True):
 # finding it -----------------------------------------------------------------------------------------------------------
 
 
-def find_job(args: ParsedArguments, environ: Mapping[str, str]) -> RunningJob:
+def find_job_client(args: ParsedArguments, environ: Mapping[str, str]) -> JobClient:
     if "--endpoint" in args:
-        return _running_job_at_endpoint(args, environ)
+        return _job_client_at_endpoint(args, environ)
     if "--rdzv-conf" in args:
         raise UsageError("--rdzv-conf needs --endpoint; add --endpoint=HOST:PORT, or remove --rdzv-conf")
     records = {record: directory for directory in socket_directories(environ) for record in job_records(directory)}
-    record = _choose_job_record(list(records), args.text("--job"))
-    return _running_job_of_record(record, records[record])
+    record = _choose_record_for_job_client(list(records), args.text("--job"))
+    return _job_client_of_record(record, records[record])
 
 
-def _running_job_at_endpoint(args: ParsedArguments, environ: Mapping[str, str]) -> RunningJob:
+def _job_client_at_endpoint(args: ParsedArguments, environ: Mapping[str, str]) -> JobClient:
     texts = args.text("--endpoint").split(",")
     endpoints = [address("--endpoint", text, default_port=COORDINATOR_PORT) for text in texts]
     run_id = identifier("--job", args.text("--job", "none"))
@@ -166,10 +166,10 @@ def _running_job_at_endpoint(args: ParsedArguments, environ: Mapping[str, str]) 
 
         token = api_token(token, run_id)
     context = _job_client_tls_context(certificates)
-    return _running_job_with_coordinator([RunningJob(run_id, None, endpoint, token, context) for endpoint in endpoints])
+    return _job_client_with_coordinator([JobClient(run_id, None, endpoint, token, context) for endpoint in endpoints])
 
 
-def _running_job_with_coordinator(addresses: list[RunningJob]) -> RunningJob:
+def _job_client_with_coordinator(addresses: list[JobClient]) -> JobClient:
     """The address of several at which the coordinator answers.  A single address is not asked."""
     problems: list[JobUnreachable | RequestRejected] = []
     for job in addresses if len(addresses) > 1 else ():
@@ -183,14 +183,16 @@ def _running_job_with_coordinator(addresses: list[RunningJob]) -> RunningJob:
     return addresses[0]
 
 
-def _choose_job_record(records: list[JobRecord], name: str) -> JobRecord:
+def _choose_record_for_job_client(records: list[JobRecord], name: str) -> JobRecord:
     matching = [record for record in records if name in ("", record.run_id, record.node)]
     if not matching:
-        jobs = f"its jobs are {_run_ids(records)}" if records else "this user has no jobs here"
+        jobs = f"its jobs are {_run_ids_for_job_client(records)}" if records else "this user has no jobs here"
         problem = f"no job {name!r} on this machine: {jobs}" if name else f"no job runs on this machine: {jobs}"
         raise JobUnreachable(f"{problem}; for a job on other machines, give --endpoint=HOST:PORT")
     if len({record.run_id for record in matching}) > 1:
-        raise UsageError(f"several jobs run on this machine: {_run_ids(matching)}; choose one with --job=NAME")
+        raise UsageError(
+            f"several jobs run on this machine: {_run_ids_for_job_client(matching)}; choose one with --job=NAME"
+        )
     with_coordinator = [record for record in matching if record.socket]
     if len(with_coordinator) > 1:
         nodes = ", ".join(record.node for record in with_coordinator)
@@ -200,19 +202,19 @@ def _choose_job_record(records: list[JobRecord], name: str) -> JobRecord:
     return (with_coordinator or matching)[0]
 
 
-def _run_ids(records: list[JobRecord]) -> str:
+def _run_ids_for_job_client(records: list[JobRecord]) -> str:
     return ", ".join(dict.fromkeys(record.run_id for record in records))
 
 
-def _running_job_of_record(record: JobRecord, directory: Path) -> RunningJob:
+def _job_client_of_record(record: JobRecord, directory: Path) -> JobClient:
     if record.socket:
-        return RunningJob(record.run_id, directory / Path(record.socket).name, None, "", None)
+        return JobClient(record.run_id, directory / Path(record.socket).name, None, "", None)
     certificates = None
     if record.tls:
         cert, key, ca = (Path(path) if path else None for path in (record.tls_cert, record.tls_key, record.tls_ca))
         certificates = Tls(cert, key, ca)
     endpoint = address("endpoint", record.endpoint, default_port=COORDINATOR_PORT)
-    return RunningJob(record.run_id, None, endpoint, record.token, _job_client_tls_context(certificates))
+    return JobClient(record.run_id, None, endpoint, record.token, _job_client_tls_context(certificates))
 
 
 def _job_client_tls_context(certificates: Tls | None) -> ssl.SSLContext | None:
@@ -227,7 +229,7 @@ def _job_client_tls_context(certificates: Tls | None) -> ssl.SSLContext | None:
 # the command line -----------------------------------------------------------------------------------------------------
 
 
-class ParsedCommand(Struct, frozen=True):
+class JobClientCommandLine(Struct, frozen=True):
     """The command line of a command about a job."""
 
     args: ParsedArguments
@@ -237,8 +239,8 @@ class ParsedCommand(Struct, frozen=True):
     def as_json(self) -> bool:
         return "--json" in self.args
 
-    def find_job(self) -> RunningJob:
-        return find_job(self.args, os.environ)
+    def find_job(self) -> JobClient:
+        return find_job_client(self.args, os.environ)
 
     def is_job_running(self) -> bool:
         """Whether the job can be found, and its workers run."""
@@ -259,16 +261,16 @@ class ParsedCommand(Struct, frozen=True):
 class JobCommand(Struct, frozen=True):
     """A command about a job: the function that runs it and returns its exit code (None: 0), its help and its flags."""
 
-    run: Callable[[ParsedCommand], int | None]
+    run: Callable[[JobClientCommandLine], int | None]
     help: str
     flags: tuple[Flag, ...] = JOB_FLAGS
     max_positional: int = 0
 
 
-def run_job_command(name: str, command: JobCommand, argv: Sequence[str]) -> int:
-    args, positional = parse_mixed(command.flags, argv)
+def run_job_client_command(name: str, command: JobCommand, argv: Sequence[str]) -> int:
+    args, positional = parse_flags_and_positionals(command.flags, argv)
     if "--help" in args:
         raise HelpRequested(command.help)
     if len(positional) > command.max_positional:
         raise UsageError(f"{positional[command.max_positional]}: unexpected argument; see ripstop {name} --help")
-    return command.run(ParsedCommand(args, positional)) or 0
+    return command.run(JobClientCommandLine(args, positional)) or 0

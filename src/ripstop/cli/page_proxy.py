@@ -26,7 +26,7 @@ from aiohttp import web
 from ripstop.api.http_api import MAX_BODY, Handler, http_error_response
 from ripstop.api.job_interface import RequestRefused
 from ripstop.api.page_files import PageFiles
-from ripstop.cli.job_client import RunningJob
+from ripstop.cli.job_client import JobClient
 from ripstop.model.errors import RipstopError, UsageError
 from ripstop.system.socket_directory import HeldDirectory, socket_address
 
@@ -38,9 +38,9 @@ REDIRECTION = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" c
 
 
 class PageProxy:
-    def __init__(self, find_job: Callable[[], RunningJob]) -> None:
+    def __init__(self, find_job: Callable[[], JobClient]) -> None:
         self._find_job = find_job
-        self._job: tuple[RunningJob, aiohttp.ClientSession, AsyncExitStack] | None = None
+        self._job: tuple[JobClient, aiohttp.ClientSession, AsyncExitStack] | None = None
         self._finding = asyncio.Lock()
         self.token = secrets.token_urlsafe(32)
         self.was_used = asyncio.Event()  # a request had the token
@@ -83,14 +83,14 @@ class PageProxy:
             await self.close()  # rule 4
             return http_error_response(RequestRefused(503, f"the job cannot be reached: {error}; the page tries again"))
 
-    async def _session(self) -> tuple[RunningJob, aiohttp.ClientSession]:
+    async def _session(self) -> tuple[JobClient, aiohttp.ClientSession]:
         async with self._finding:
             if self._job is None:
                 self._job = await self._connect(await asyncio.to_thread(self._find_job))
             return self._job[:2]
 
     @staticmethod
-    async def _connect(job: RunningJob) -> tuple[RunningJob, aiohttp.ClientSession, AsyncExitStack]:
+    async def _connect(job: JobClient) -> tuple[JobClient, aiohttp.ClientSession, AsyncExitStack]:
         stack = AsyncExitStack()
         connector: aiohttp.BaseConnector
         if job.socket_path is not None:
@@ -126,7 +126,7 @@ async def require_local_page_host(request: web.Request, handler: Handler) -> web
 
 
 @contextmanager
-def redirecting_file(url: str) -> Iterator[Path]:
+def page_proxy_redirect_file(url: str) -> Iterator[Path]:
     """Rule 2: a file that only this user can read, which leads a browser to `url`."""
     directory = HeldDirectory(os.environ)
     try:
@@ -139,7 +139,7 @@ def redirecting_file(url: str) -> Iterator[Path]:
 
 
 async def serve_page_proxy(
-    find_job: Callable[[], RunningJob], port: int, announce: Callable[[str], None], *, opens_browser: bool
+    find_job: Callable[[], JobClient], port: int, announce: Callable[[str], None], *, opens_browser: bool
 ) -> None:
     """Serve the page until SIGINT or SIGTERM; `announce` gets its address."""
     proxy = PageProxy(find_job)
@@ -162,7 +162,7 @@ async def serve_page_proxy(
         except OSError as error:
             raise UsageError(f"--port={port}: {error.strerror}; give another port, or none") from error
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/#token={proxy.token}"
-        with redirecting_file(url) if opens_browser else nullcontext() as file:
+        with page_proxy_redirect_file(url) if opens_browser else nullcontext() as file:
             announce(url)
             if file is not None:
                 has_browser = await asyncio.to_thread(webbrowser.open, file.as_uri())

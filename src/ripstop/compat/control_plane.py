@@ -33,7 +33,7 @@ def worker_main() -> Iterator[None]:
             yield
     except Exception as error:
         if path := error_file.error_file_path():
-            error_file.write_error_file(path, error_file.describe(error))
+            error_file.write_error_file(path, error_file.error_file_content(error))
         raise
 
 

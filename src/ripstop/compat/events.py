@@ -15,7 +15,7 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 
-from ripstop.telemetry.torch_handler_process import NAMES, find_handler
+from ripstop.telemetry.torch_handler_process import NAMES, find_torch_handler_in_process
 
 __all__ = [
     "Event",
@@ -100,7 +100,7 @@ class RdzvEvent(_SerializedEvent):
 
 # handlers -------------------------------------------------------------------------------------------------------------
 
-_log_handlers: dict[str, logging.Handler] = {name: find_handler(name) for name in NAMES}
+_log_handlers: dict[str, logging.Handler] = {name: find_torch_handler_in_process(name) for name in NAMES}
 _events_loggers: dict[str, logging.Logger] = {}
 
 
@@ -109,7 +109,7 @@ def get_logging_handler(destination: str = "null") -> logging.Handler:
     if destination not in _log_handlers:
         theirs = getattr(sys.modules.get("torch.distributed.elastic.events.handlers"), "_log_handlers", {})
         try:
-            _log_handlers[destination] = theirs.get(destination) or find_handler(destination)
+            _log_handlers[destination] = theirs.get(destination) or find_torch_handler_in_process(destination)
         except LookupError as error:
             raise KeyError(str(error)) from None
     return _log_handlers[destination]

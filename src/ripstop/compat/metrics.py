@@ -148,16 +148,18 @@ def prof(fn: Any = None, group: str = GROUP) -> Any:
 
     NAME is `Class.method`, or the module's last part and the function.
     """
-    return _measured(fn, group, _name(fn)) if fn else lambda function: _measured(function, group, _name(function))
+    if fn:
+        return _measured_by_compat_metrics(fn, group, _compat_metric_name(fn))
+    return lambda function: _measured_by_compat_metrics(function, group, _compat_metric_name(function))
 
 
 def profile(group: Any = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Deprecated form of `prof`; NAME is only the function's."""
     warnings.warn("profile is deprecated; use prof", FutureWarning, stacklevel=2)
-    return lambda function: _measured(function, group, function.__name__)
+    return lambda function: _measured_by_compat_metrics(function, group, function.__name__)
 
 
-def _measured(function: Callable[P, R], group: str, name: str) -> Callable[P, R]:
+def _measured_by_compat_metrics(function: Callable[P, R], group: str, name: str) -> Callable[P, R]:
     @wraps(function)
     def measured(*args: P.args, **kwargs: P.kwargs) -> R:
         began = time.time()
@@ -174,7 +176,7 @@ def _measured(function: Callable[P, R], group: str, name: str) -> Callable[P, R]
     return measured
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _compat_metric_name(function: Callable[..., Any]) -> str:
     module = (function.__module__ or "").rpartition(".")[2]
     qualified = function.__qualname__
     return f"{module}.{qualified}" if module and "." not in qualified else qualified

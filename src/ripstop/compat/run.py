@@ -111,8 +111,18 @@ def get_args_parser() -> argparse.ArgumentParser:
     option("-r", "--redirects", type=str, default="0", help="streams that go to files: 0, 1, 2, 3 or 0:1,1:2")
     option("-t", "--tee", type=str, default="0", help="streams that go to files and to the console")
     option("--local-ranks-filter", type=str, default="", help="local ranks whose output is shown: 0,1")
-    option("--duplicate-stdout-filters", type=_split_filters, default=[], help="lines of stdout to copy to a file: a,b")
-    option("--duplicate-stderr-filters", type=_split_filters, default=[], help="lines of stderr to copy to a file: a,b")
+    option(
+        "--duplicate-stdout-filters",
+        type=_split_torchrun_filters,
+        default=[],
+        help="lines of stdout to copy to a file: a,b",
+    )
+    option(
+        "--duplicate-stderr-filters",
+        type=_split_torchrun_filters,
+        default=[],
+        help="lines of stderr to copy to a file: a,b",
+    )
     option("--node-rank", type=int, default=0, help="this node's rank, for static")
     option("--master-addr", type=str, default="127.0.0.1", help="address of node 0, for static")
     option("--master-port", type=int, default=None, help=f"port on node 0, for static ({MASTER_PORT})")
@@ -129,7 +139,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _split_filters(text: str) -> list[str]:
+def _split_torchrun_filters(text: str) -> list[str]:
     """`a,b`; a comma inside a text is written twice."""
     return [part.replace("\0", ",") for part in text.replace(",,", "\0").split(",")]
 
@@ -190,21 +200,21 @@ def config_from_args(args: argparse.Namespace) -> tuple[LaunchConfig, Callable[.
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         nproc_per_node=determine_local_world_size(args.nproc_per_node),
-        logs_specs=_logs_specs(args),
+        logs_specs=_torchrun_logs_specs(args),
         run_id=args.rdzv_id,
         rdzv_endpoint=get_rdzv_endpoint(args),
-        rdzv_configs=_rdzv_configs(args),
+        rdzv_configs=_torchrun_rdzv_configs(args),
         log_line_prefix_template=os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         numa_options=NumaOptions(AffinityMode(args.numa_binding)) if args.numa_binding else None,
         **{name: getattr(args, name) for name in SAME_NAMES},
     )
-    command, arguments = _command(args)
+    command, arguments = _torchrun_command(args)
     if not get_use_env(args):
         arguments.append(f"--local-rank={macros.local_rank}")
     return config, command, [*arguments, *args.training_script_args]
 
 
-def _command(args: argparse.Namespace) -> tuple[Callable[..., Any] | str, list[str]]:
+def _torchrun_command(args: argparse.Namespace) -> tuple[Callable[..., Any] | str, list[str]]:
     if args.run_path:
         return run_script_path, [args.training_script]
     if args.no_python:
@@ -215,7 +225,7 @@ def _command(args: argparse.Namespace) -> tuple[Callable[..., Any] | str, list[s
     return os.environ.get("PYTHON_EXEC", sys.executable), ["-u", *module, args.training_script]
 
 
-def _rdzv_configs(args: argparse.Namespace) -> dict[str, Any]:
+def _torchrun_rdzv_configs(args: argparse.Namespace) -> dict[str, Any]:
     configs: dict[str, Any] = {}
     for pair in filter(None, (part.strip() for part in args.rdzv_conf.split(","))):
         key, _, value = (piece.strip() for piece in pair.partition("="))
@@ -225,7 +235,7 @@ def _rdzv_configs(args: argparse.Namespace) -> dict[str, Any]:
     return configs | ({"rank": args.node_rank} if args.rdzv_backend == "static" else {})
 
 
-def _logs_specs(args: argparse.Namespace) -> LogsSpecs:
+def _torchrun_logs_specs(args: argparse.Namespace) -> LogsSpecs:
     ranks = None
     if args.local_ranks_filter:
         try:

@@ -85,11 +85,11 @@ def expires(after: float, scope: str | None = None, client: TimerClient | None =
     if scope is None:
         caller = sys._getframe(1)
         scope = f"{caller.f_code.co_filename}#{caller.f_lineno}"
-    return _expires(after, scope, client)
+    return _expiring_compat_timer(after, scope, client)
 
 
 @contextmanager
-def _expires(after: float, scope: str, client: TimerClient | None) -> Iterator[None]:
+def _expiring_compat_timer(after: float, scope: str, client: TimerClient | None) -> Iterator[None]:
     client = client or _timer_client
     if client is None:
         raise RuntimeError("no timer can be set without a client; call configure(FileTimerClient(…)) first")
@@ -124,7 +124,7 @@ class RequestQueue(abc.ABC):
         """Up to `size` requests; waits at most `timeout` seconds."""
 
 
-class _TimerThread(abc.ABC):
+class _CompatTimerThread(abc.ABC):
     """A table of timers, and a thread that checks them."""
 
     def __init__(self, max_interval: float, daemon: bool) -> None:
@@ -173,7 +173,7 @@ class _TimerThread(abc.ABC):
         return self._max_interval if deadline is None else min(self._max_interval, max(0.0, deadline - time.time()))
 
 
-class TimerServer(_TimerThread):
+class TimerServer(_CompatTimerThread):
     """Stores timers and ends workers whose timer expires, in a thread between `start` and `stop`."""
 
     def __init__(self, request_queue: RequestQueue, max_interval: float, daemon: bool = True) -> None:
@@ -324,7 +324,8 @@ class FileTimerClient(TimerClient):
             raise RuntimeError(f"a timer request is shorter than {select.PIPE_BUF} bytes, not {len(text)}: {text}")
         fd = self._open()
         try:
-            _poll_timer_pipe(CONNECT_ATTEMPTS * RETRY_PAUSE_S, (fd, select.POLLOUT))  # until there is room in the pipe
+            # until there is room in the pipe
+            _poll_compat_timer_pipe(CONNECT_ATTEMPTS * RETRY_PAUSE_S, (fd, select.POLLOUT))
             os.write(fd, f"{text}\n".encode())
         except OSError as error:
             raise BrokenPipeError(f"{self._file_path}: the timer server does not read: {error.strerror}") from error
@@ -342,7 +343,7 @@ class FileTimerClient(TimerClient):
         raise AssertionError("the last attempt returns or raises")
 
 
-class FileTimerServer(_TimerThread):
+class FileTimerServer(_CompatTimerThread):
     """Creates the pipe, and sends the signal of an expired timer to the process that set it, in a thread.
 
     The server calls `log_event` for every step with the step's name, and its request or None.
@@ -420,7 +421,9 @@ class FileTimerServer(_TimerThread):
         return self._last_progress_time if self._has_had_client else int(time.time())
 
     def _run_watchdog(self) -> None:
-        _poll_timer_pipe(self._wait_seconds(), (self._pipe.fileno(), select.POLLIN), (self._wake_reader, select.POLLIN))
+        _poll_compat_timer_pipe(
+            self._wait_seconds(), (self._pipe.fileno(), select.POLLIN), (self._wake_reader, select.POLLIN)
+        )
         received = self._pipe.requests()
         self._has_had_client |= bool(received)
         self.register_timers([FileTimerRequest(one.pid, one.scope, one.expires, one.signal) for one in received])
@@ -450,7 +453,7 @@ class FileTimerServer(_TimerThread):
                 log.exception("log_event failed at %r; the timers continue", name)
 
 
-def _poll_timer_pipe(timeout: float, *events: tuple[int, int]) -> None:
+def _poll_compat_timer_pipe(timeout: float, *events: tuple[int, int]) -> None:
     poll = select.poll()  # select() is limited to the first 1,024 descriptors
     for fd, mask in events:
         poll.register(fd, mask)

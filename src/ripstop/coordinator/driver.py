@@ -40,7 +40,7 @@ from ripstop.protocol.messages import Events, FromAgent, FromCoordinator, Heartb
 from ripstop.telemetry.history import FIRST_INTERVAL_S, History, history_interval_s
 from ripstop.telemetry.journal import Journal
 from ripstop.telemetry.metrics import Totals
-from ripstop.telemetry.stderr_log import log_event
+from ripstop.telemetry.stderr_log import log_event_to_stderr
 
 if TYPE_CHECKING:
     from ripstop.coordinator.metrics_collector import MetricsCollector
@@ -198,7 +198,7 @@ class Coordinator:
 
     def record(self, event: events.Event, level: int = logging.INFO) -> None:
         """Add an event to the job's journal and to the log."""
-        log_event(log, self.journal.record(event, time.time()), level)
+        log_event_to_stderr(log, self.journal.record(event, time.time()), level)
 
     async def ask(self, node: str, query: str, argument: str = "", timeout_s: float = QUERY_TIMEOUT_S) -> str:
         """Send a query to a node and return its reply; raises `QueryFailed`."""

@@ -16,8 +16,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ripstop.coordinator.restart_budget import Cause, RestartBudget, RestartDecision, budget_cause
-from ripstop.diagnostics.failure_ranking import looks_like_victim, order, root_cause, trimmed_ranking
-from ripstop.diagnostics.hang_analysis import describe, hangs_among, suspect_ranks
+from ripstop.diagnostics.failure_ranking import looks_like_victim, rank_failures, root_cause, trimmed_ranking
+from ripstop.diagnostics.hang_analysis import describe_hangs, hangs_among, suspect_ranks
 from ripstop.model.config import Budget
 from ripstop.model.events import BudgetCharged, BudgetRefunded, Event, HangDiagnosed, RoundEndCause
 from ripstop.model.failure import Failure, how_it_ended
@@ -152,7 +152,7 @@ class FailurePolicy:
 
     def failures(self) -> tuple[Failure, ...]:
         """The failures for the job's report, the root cause first."""
-        return trimmed_ranking(order(self._failures))
+        return trimmed_ranking(rank_failures(self._failures))
 
     # rulings ----------------------------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class FailurePolicy:
         hangs = hangs_among(self._failures, self._round)
         suspects = tuple(sorted(suspect_ranks(hangs)))
         decision, reason, charged = self._charge(Cause.INFRASTRUCTURE, state, now)
-        events = (HangDiagnosed(self._round, suspects, truncate_reason(describe(hangs))), charged)
+        events = (HangDiagnosed(self._round, suspects, truncate_reason(describe_hangs(hangs))), charged)
         if not decision.allowed:
             return Ruling(FailJob(reason), events=events)
         fault = None
@@ -218,7 +218,7 @@ class FailurePolicy:
     def _description(self) -> str:
         failure = root_cause(self._failures)
         if failure and failure.hang:
-            return truncate_reason(describe(hangs_among(self._failures, self._round)))
+            return truncate_reason(describe_hangs(hangs_among(self._failures, self._round)))
         return f"rank {failure.rank} on {failure.host} {how_it_ended(failure)}" if failure else "a worker failed"
 
     def deadlines(self) -> Iterator[float]:

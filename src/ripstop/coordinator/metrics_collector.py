@@ -22,7 +22,7 @@ from ripstop.model.errors import ProtocolError, QueryFailed
 from ripstop.model.status import JobStatus
 from ripstop.model.usage import NodeSample, StepSample
 from ripstop.protocol.codec import decode_record
-from ripstop.telemetry.history import measure
+from ripstop.telemetry.history import measure_history_point
 from ripstop.telemetry.metrics import Totals
 
 STEP_TIMEOUT_S = 0.5  # for the node whose steps count: a status must not wait longer
@@ -66,7 +66,7 @@ class MetricsCollector:
         collection = await self._current()
         goodput = self._coordinator.totals.goodput
         ratio = goodput.spent(collection.at).ratio if goodput.has_steps else None
-        self._coordinator.history.add(measure(collection.samples.values(), ratio, collection.at))
+        self._coordinator.history.add(measure_history_point(collection.samples.values(), ratio, collection.at))
         self._coordinator.on_samples(collection.status.round, collection.samples)
 
     async def progress(self) -> tuple[float, float | None]:
@@ -116,9 +116,9 @@ class MetricsCollector:
 
 
 def _metrics_page(collection: Collection, totals: Totals, now: float) -> bytes:
-    from ripstop.telemetry.prometheus import page  # imports prometheus_client: only when needed
+    from ripstop.telemetry.prometheus import prometheus_page  # imports prometheus_client: only when needed
 
-    return page(totals, collection.status, collection.samples, now)
+    return prometheus_page(totals, collection.status, collection.samples, now)
 
 
 def _usage(collection: Collection, checkpoint: tuple[int, float] | None, own_times: Mapping[int, float]) -> Usage:

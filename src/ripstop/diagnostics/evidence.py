@@ -63,7 +63,7 @@ class ErrorFileEvidence(Struct, frozen=True):
     at: float | None = None
 
 
-def gather(
+def gather_evidence(
     place: Place,
     local_rank: int,
     *,
@@ -83,7 +83,7 @@ def gather(
     data at the start of the round.  `timer_kill` is set if ripstop killed the worker because of an expired timer.
     """
     reported = error_file_evidence(error_file)
-    tail = _read_end(stderr) if stderr else ""
+    tail = _read_stderr_evidence(stderr) if stderr else ""
     message, traceback = (reported.message, reported.traceback) if reported else ("", "")
     if not reported and returncode == 1:  # Python's exit code after an exception; with another code it was handled
         message, traceback = exception_evidence(tail)
@@ -194,7 +194,7 @@ def _evidence_time(value: Any) -> float | None:
 # stderr ---------------------------------------------------------------------------------------------------------------
 
 
-def _read_end(path: Path) -> str:
+def _read_stderr_evidence(path: Path) -> str:
     try:
         data, _ = _read_evidence(path, _MAX_STDERR_BYTES, from_end=True)
     except OSError:

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from ripstop.diagnostics.hang_analysis import describe_position
+from ripstop.diagnostics.hang_analysis import describe_hang_position
 from ripstop.model.events import WorkerEvidence
 from ripstop.model.failure import Failure, Hang
 
@@ -21,7 +21,7 @@ class Evidence(Struct, frozen=True):
     is_recorded: bool = True
 
 
-def to_event(failure: Failure) -> WorkerEvidence:
+def evidence_to_event(failure: Failure) -> WorkerEvidence:
     hang = failure.hang
     files = (failure.logs, failure.error_file, hang.file if hang else "")
     return WorkerEvidence(
@@ -45,11 +45,11 @@ def to_event(failure: Failure) -> WorkerEvidence:
         where=hang.where if hang else "",
         waits=hang.waits if hang else False,
         state=hang.state if hang else "",
-        collectives=describe_position(hang.standings) if hang and hang.standings is not None else "",
+        collectives=describe_hang_position(hang.standings) if hang and hang.standings is not None else "",
     )
 
 
-def from_event(event: WorkerEvidence) -> Evidence:
+def evidence_from_event(event: WorkerEvidence) -> Evidence:
     hang = Hang(event.seconds, event.sign, event.call, event.where, event.waits, event.state) if event.hangs else None
     failure = Failure(
         rank=event.rank,

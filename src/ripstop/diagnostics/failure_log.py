@@ -5,9 +5,9 @@ A job that fails prints its report; this is for the failures that it survives.
 
 from collections.abc import Callable, Iterator
 
-from ripstop.diagnostics.evidence_events import Evidence, from_event
+from ripstop.diagnostics.evidence_events import Evidence, evidence_from_event
 from ripstop.diagnostics.failure_ranking import root_cause
-from ripstop.diagnostics.failure_report import tail_without_traceback
+from ripstop.diagnostics.failure_report import failure_report_log_tail
 from ripstop.model.events import EventRecord, RoundEndCause, RoundEnded, WorkerEvidence
 from ripstop.model.failure import how_it_ended
 
@@ -31,19 +31,19 @@ class FailureLog:
                 if round > self._round:
                     self._round, self._evidence = round, []
                 if round == self._round and len(self._evidence) < MAX_EVIDENCE:
-                    self._evidence.append(from_event(event))
+                    self._evidence.append(evidence_from_event(event))
             case RoundEnded(round=round, cause=cause) if cause in FAILURES and round == self._round:
-                if block := "\n".join(_log_block(self._evidence)):
+                if block := "\n".join(_failure_log_block(self._evidence)):
                     self._write("%s", block)
 
 
-def _log_block(evidence: list[Evidence]) -> Iterator[str]:
+def _failure_log_block(evidence: list[Evidence]) -> Iterator[str]:
     """Nothing if there is no more to say than the other lines of the log do."""
     cause = root_cause(each.failure for each in evidence)
     if cause is None:
         return
     details = cause.traceback.split("\n")[-MAX_TRACEBACK_LINES:] if cause.traceback else []
-    details += tail_without_traceback(cause)[-MAX_TAIL_LINES:]
+    details += failure_report_log_tail(cause)[-MAX_TAIL_LINES:]
     if not details:
         return
     files = next(each.files for each in evidence if each.failure is cause)

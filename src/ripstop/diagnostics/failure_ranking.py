@@ -43,10 +43,10 @@ class _Blame(IntEnum):
 
 def root_cause(failures: Iterable[Failure]) -> Failure | None:
     """The first failure in order of blame; None if there is none."""
-    return next(iter(order(failures)), None)
+    return next(iter(rank_failures(failures)), None)
 
 
-def order(failures: Iterable[Failure]) -> tuple[Failure, ...]:
+def rank_failures(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     """The root cause first, its victims after it; the latest round before earlier rounds."""
     failures = tuple(failures)
     if len(failures) < 2:
@@ -55,12 +55,12 @@ def order(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     suspects = {(round, rank) for round in rounds for rank in suspect_ranks(hangs_among(failures, round))}
 
     def blame(failure: Failure) -> _Blame:
-        return _Blame.CAUSE if (failure.round, failure.rank) in suspects else _blame(failure)
+        return _Blame.CAUSE if (failure.round, failure.rank) in suspects else _failure_blame(failure)
 
     return tuple(sorted(failures, key=lambda failure: (-failure.round, blame(failure), failure.at, failure.rank)))
 
 
-def _blame(failure: Failure) -> _Blame:
+def _failure_blame(failure: Failure) -> _Blame:
     if failure.hang:
         return _Blame.UNEXPLAINED if failure.hang.sign and not failure.hang.waits else _Blame.COLLECTIVE
     aborted = failure.signal == "SIGABRT"
@@ -86,11 +86,11 @@ def _has_explanation(failure: Failure) -> bool:
 
 def looks_like_victim(failure: Failure) -> bool:
     """Whether the loss of a peer can explain this failure."""
-    return _blame(failure) >= _Blame.CONNECTION
+    return _failure_blame(failure) >= _Blame.CONNECTION
 
 
 def trimmed_ranking(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     """The failures, small enough to send: the likeliest causes in full, more without details, the rest left out."""
-    sent = order(failures)[:_MAX_FAILURES]
+    sent = rank_failures(failures)[:_MAX_FAILURES]
     short = (replace(f, message=f.message[:200], traceback="", log_tail=()) for f in sent[_MAX_FULL_FAILURES:])
     return (*sent[:_MAX_FULL_FAILURES], *short)

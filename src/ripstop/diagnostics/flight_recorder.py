@@ -49,7 +49,7 @@ class Recording(Struct, frozen=True):
 # parsing --------------------------------------------------------------------------------------------------------------
 
 
-def from_torch(text: str | bytes) -> Recording | None:
+def parse_flight_recorder(text: str | bytes) -> Recording | None:
     """Parse the dumps of the recorders, as a worker sends them; None if this is not possible."""
     import json  # only if a worker hangs
 
@@ -63,17 +63,17 @@ def from_torch(text: str | bytes) -> Recording | None:
     groups: dict[str, str] = {}
     for name, dump in dumps.items():
         if name in _BACKENDS and isinstance(dump, dict):
-            groups |= _group_labels(dump.get("pg_config"), _BACKENDS[name])
+            groups |= _flight_recorder_group_labels(dump.get("pg_config"), _BACKENDS[name])
             listed = dump.get("entries")
             entries += [entry for item in (listed if isinstance(listed, list) else ()) if (entry := _entry(item))]
     return Recording(tuple(entries), groups | {entry.group: entry.label for entry in entries})
 
 
-def _group_labels(groups: Any, backend: str) -> dict[str, str]:
+def _flight_recorder_group_labels(groups: Any, backend: str) -> dict[str, str]:
     if not isinstance(groups, dict):
         return {}
     return {
-        _group_key(backend, name): _label(name, group.get("desc"))
+        _flight_recorder_group_key(backend, name): _flight_recorder_group_label(name, group.get("desc"))
         for name, group in groups.items()
         if name and isinstance(group, dict)
     }
@@ -96,32 +96,32 @@ def _entry(one: Any) -> Collective | None:
             # gloo never changes the state; both backends retire operations that ended
             done = retired or state == "completed"
             return Collective(
-                _group_key(backend, name),
-                _label(name, description),
+                _flight_recorder_group_key(backend, name),
+                _flight_recorder_group_label(name, description),
                 number,
-                _recorded_word(name_of_op),
+                _flight_recorder_word(name_of_op),
                 _collective_size(one),
-                "completed" if done else _recorded_word(state),
+                "completed" if done else _flight_recorder_word(state),
                 done,
                 p2p,
             )
     return None
 
 
-def _group_key(backend: str, name: str) -> str:
-    return _recorded_word(f"{backend}:{name}")
+def _flight_recorder_group_key(backend: str, name: str) -> str:
+    return _flight_recorder_word(f"{backend}:{name}")
 
 
-def _label(name: str, description: Any) -> str:
+def _flight_recorder_group_label(name: str, description: Any) -> str:
     if description == _DEFAULT_GROUP:
         return ""
-    return _recorded_word(
+    return _flight_recorder_word(
         description if isinstance(description, str) and description not in ("", "undefined") else name
     )
 
 
 @lru_cache(maxsize=1024)  # few different names, thousands of times
-def _recorded_word(text: str) -> str:
+def _flight_recorder_word(text: str) -> str:
     return " ".join(clean(text).split())[:_MAX_NAME_CHARS]
 
 
@@ -132,10 +132,10 @@ def _collective_size(entry: Mapping[str, Any]) -> str:
         elements = str(sum(math.prod(int(side) for side in shape) for shape in shapes or ()))
     except (TypeError, ValueError, OverflowError):
         return ""
-    return f"{elements} {_recorded_word(str(kinds[0]))}" if isinstance(kinds, list) and kinds else ""
+    return f"{elements} {_flight_recorder_word(str(kinds[0]))}" if isinstance(kinds, list) and kinds else ""
 
 
-def as_text(recording: Recording) -> str:
+def flight_recorder_text(recording: Recording) -> str:
     """The latest operations, one per line, the latest at the end."""
     shown = recording.entries[-MAX_SHOWN_ENTRIES:]
     more = len(recording.entries) - len(shown)
@@ -145,14 +145,14 @@ def as_text(recording: Recording) -> str:
 # one rank -------------------------------------------------------------------------------------------------------------
 
 
-def group_progress(recording: Recording) -> tuple[CollectiveProgress, ...]:
+def flight_recorder_progress(recording: Recording) -> tuple[CollectiveProgress, ...]:
     """The progress of a rank in each of its groups; the default group and groups with pending operations first."""
     operations: dict[tuple[str, bool], dict[int, tuple[int, Collective]]] = {}
     for when, entry in enumerate(recording.entries):  # the last entry of a number represents a batch of operations
         operations.setdefault((entry.group, entry.p2p), {})[entry.number] = (when, entry)
     found: list[tuple[int, CollectiveProgress]] = []
     for (group, p2p), numbered in operations.items():
-        pending = _pending([entry for _, entry in numbered.values()])
+        pending = _pending_in_flight_recorder([entry for _, entry in numbered.values()])
         if p2p and not pending:
             continue
         when, latest = numbered[max(numbered)]
@@ -164,7 +164,7 @@ def group_progress(recording: Recording) -> tuple[CollectiveProgress, ...]:
     return tuple(progress for _, progress in found[:MAX_STANDINGS])
 
 
-def _pending(operations: Sequence[Collective]) -> int:
+def _pending_in_flight_recorder(operations: Sequence[Collective]) -> int:
     """The number of the oldest operation that has not ended; 0 if all have.
 
     Collectives of one NCCL group end in order.  So all before one that has ended are over, too, even if they are parts

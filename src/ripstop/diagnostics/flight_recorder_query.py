@@ -17,7 +17,7 @@ from functools import partial
 
 from msgspec import Struct
 
-from ripstop.diagnostics.flight_recorder import as_text, from_torch, group_progress
+from ripstop.diagnostics.flight_recorder import flight_recorder_progress, flight_recorder_text, parse_flight_recorder
 from ripstop.model.failure import CollectiveProgress
 from ripstop.system.blocking_calls import run_in_daemon_thread
 
@@ -40,13 +40,13 @@ async def query_ranks(sockets: Sequence[str], ranks: Sequence[int], kind: bytes)
     """Query the workers of these local ranks concurrently; None for each if workers have no sockets."""
     if not sockets:
         return [None] * len(ranks)
-    return list(await asyncio.gather(*(_query(sockets[rank], kind) for rank in ranks)))
+    return list(await asyncio.gather(*(_query_flight_recorder(sockets[rank], kind) for rank in ranks)))
 
 
-async def _query(path: str, kind: bytes) -> FlightDump:
+async def _query_flight_recorder(path: str, kind: bytes) -> FlightDump:
     try:
         async with asyncio.timeout(REPLY_TIMEOUT_S):
-            raw = await _read(path, kind)
+            raw = await _flight_recorder_query_reply(path, kind)
         if len(raw) > MAX_DUMP_BYTES:
             return FlightDump(
                 why=f"the dump has more than {MAX_DUMP_BYTES >> 20} MiB; set a smaller TORCH_FR_BUFFER_SIZE"
@@ -67,7 +67,7 @@ async def _query(path: str, kind: bytes) -> FlightDump:
         return FlightDump(raw=raw, why=f"the worker's reply cannot be parsed: {error!r}")
 
 
-async def _read(path: str, kind: bytes) -> bytes:
+async def _flight_recorder_query_reply(path: str, kind: bytes) -> bytes:
     reader, writer = await asyncio.open_unix_connection(path)
     try:
         writer.write(kind)
@@ -80,7 +80,7 @@ async def _read(path: str, kind: bytes) -> bytes:
 
 
 def _parse_query_reply(raw: bytes) -> FlightDump:
-    recording = from_torch(raw)
+    recording = parse_flight_recorder(raw)
     if recording is None:
         return FlightDump(why="the worker's reply is not a dump of torch's flight recorder")
-    return FlightDump(group_progress(recording), as_text(recording), raw)
+    return FlightDump(flight_recorder_progress(recording), flight_recorder_text(recording), raw)

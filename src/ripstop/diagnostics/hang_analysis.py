@@ -26,7 +26,7 @@ from typing import TypeVar
 from msgspec import Struct
 
 from ripstop.model.failure import CollectiveProgress, Failure, Hang
-from ripstop.model.text_formatting import rank_list
+from ripstop.model.text_formatting import is_or_are, rank_list
 
 K = TypeVar("K", bound=Hashable)
 
@@ -44,7 +44,7 @@ def hangs_among(failures: Iterable[Failure], round: int) -> dict[int, Hang]:
 
 def suspect_ranks(hangs: Mapping[int, Hang]) -> frozenset[int]:
     """The ranks that the others wait for (rules 1 to 5); empty if nothing distinguishes them."""
-    if 0 < len(stopped := [rank for rank, hang in hangs.items() if _is_stopped(hang)]) < len(hangs):
+    if 0 < len(stopped := [rank for rank, hang in hangs.items() if _hangs_because_stopped(hang)]) < len(hangs):
         return frozenset(stopped)
     if suspects := suspects_in_collectives(_hang_standings(hangs)):
         return frozenset(rank for rank in suspects if not hangs[rank].waits) or suspects
@@ -52,17 +52,17 @@ def suspect_ranks(hangs: Mapping[int, Hang]) -> frozenset[int]:
     not_waiting = {rank for rank, hang in known.items() if not hang.waits}
     if 0 < len(not_waiting) < len(known):
         return frozenset(not_waiting)
-    majority = max(_locations(known).values(), key=len, default=[])
+    majority = max(_hang_locations(known).values(), key=len, default=[])
     if 2 * len(majority) > len(known):
         return frozenset(known.keys() - set(majority))
     hung = {rank for rank in not_waiting if known[rank].sign}
     return frozenset(hung) if len(hung) < len(known) else frozenset()
 
 
-def describe(hangs: Mapping[int, Hang]) -> str:
+def describe_hangs(hangs: Mapping[int, Hang]) -> str:
     """`ranks 0,1,3 wait in all_reduce (train.py:41); rank 2 is in load_batch (data.py:17); flight recorder: …`."""
     suspects = suspect_ranks(hangs)
-    groups = sorted(_locations(hangs).items(), key=lambda group: (group[1][0] in suspects, -len(group[1])))
+    groups = sorted(_hang_locations(hangs).items(), key=lambda group: (group[1][0] in suspects, -len(group[1])))
     middle = groups[1 : 1 - _MAX_LOCATIONS]  # between the majority and as many of the suspect groups as fit
     shown = [groups[0], *groups[1 - _MAX_LOCATIONS :]] if middle else groups
     texts = [_describe_location(*group) for group in shown]
@@ -73,7 +73,7 @@ def describe(hangs: Mapping[int, Hang]) -> str:
     return "; ".join(texts)
 
 
-def _is_stopped(hang: Hang) -> bool:
+def _hangs_because_stopped(hang: Hang) -> bool:
     return hang.state in ("T", "t")
 
 
@@ -81,13 +81,14 @@ def _hang_standings(hangs: Mapping[int, Hang]) -> Ranks:
     return {rank: hang.standings for rank, hang in hangs.items() if hang.standings is not None}
 
 
-def _locations(hangs: Mapping[int, Hang]) -> dict[tuple[str, str, bool, bool], list[int]]:
-    return _grouped(
-        ((hang.call, hang.where, hang.waits, _is_stopped(hang)), rank) for rank, hang in sorted(hangs.items())
+def _hang_locations(hangs: Mapping[int, Hang]) -> dict[tuple[str, str, bool, bool], list[int]]:
+    return _group_hung_ranks(
+        ((hang.call, hang.where, hang.waits, _hangs_because_stopped(hang)), rank)
+        for rank, hang in sorted(hangs.items())
     )
 
 
-def _grouped(ranks: Iterable[tuple[K, int]]) -> dict[K, list[int]]:
+def _group_hung_ranks(ranks: Iterable[tuple[K, int]]) -> dict[K, list[int]]:
     groups: dict[K, list[int]] = {}
     for key, rank in ranks:
         groups.setdefault(key, []).append(rank)
@@ -97,13 +98,9 @@ def _grouped(ranks: Iterable[tuple[K, int]]) -> dict[K, list[int]]:
 def _describe_location(key: tuple[str, str, bool, bool], ranks: list[int]) -> str:
     call, where, waits, stopped = key
     one = len(ranks) == 1
-    verb = ("waits" if one else "wait") if waits else _are(ranks)
+    verb = ("waits" if one else "wait") if waits else is_or_are(ranks)
     doing = f"{verb} in {call} ({where})" if where else f"{'does' if one else 'do'} not show where"
     return f"{rank_list(ranks)} {doing}" + (", stopped by a signal" if stopped else "")
-
-
-def _are(ranks: Sequence[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
 
 
 # flight recorder ------------------------------------------------------------------------------------------------------
@@ -119,7 +116,7 @@ class _HungGroup(Struct, frozen=True):
 
     def kinds(self) -> dict[str, list[int]]:
         """The ranks inside, by operation and size."""
-        return _grouped(
+        return _group_hung_ranks(
             (f"{one.op} of {one.size}" if one.op in _SAME_SIZE and one.size else one.op, rank)
             for rank, one in sorted(self.inside.items())
         )
@@ -143,18 +140,18 @@ def describe_hung_collectives(ranks: Ranks) -> str:
     """`ranks 0,2,3 are in all_reduce #42, not entered by rank 1 (last: all_gather #41)`; empty if no rank is inside."""
     suspects = suspects_in_collectives(ranks)
     stuck = sorted(_hung_groups(ranks), key=lambda group: not suspects & (group.behind.keys() | group.inside.keys()))
-    messages = _grouped(
+    messages = _group_hung_ranks(
         (describe_operation(one.op, 0, one.label), rank)
         for rank, found in sorted(ranks.items())
         for one in found
         if one.p2p and one.pending
     )
     texts = [_describe_group(group) for group in stuck]
-    texts += [f"{rank_list(members)} {_are(members)} in {what}" for what, members in messages.items()]
-    return "; ".join(_shortened(texts, "groups"))
+    texts += [f"{rank_list(members)} {is_or_are(members)} in {what}" for what, members in messages.items()]
+    return "; ".join(_shortened_hang_texts(texts, "groups"))
 
 
-def describe_position(found: Sequence[CollectiveProgress]) -> str:
+def describe_hang_position(found: Sequence[CollectiveProgress]) -> str:
     """`in all_reduce #42`, or the last collective of a rank."""
     if pending := [describe_operation(one.op, one.pending, one.label) for one in found if one.pending]:
         return f"in {', '.join(pending)}"
@@ -186,23 +183,24 @@ def _hung_groups(ranks: Ranks) -> list[_HungGroup]:
 
 
 def _describe_group(group: _HungGroup) -> str:
-    lasts = _grouped(
+    lasts = _group_hung_ranks(
         (describe_operation(one.op, one.entered, "") if one.entered else "none", rank)
         for rank, one in sorted(group.behind.items())
     )
-    behind = _shortened([f"{rank_list(members)} (last: {last})" for last, members in lasts.items()], "kinds")
+    behind = _shortened_hang_texts([f"{rank_list(members)} (last: {last})" for last, members in lasts.items()], "kinds")
     not_entered = f", not entered by {', '.join(behind)}" if behind else ""
     kinds, some = group.kinds(), next(iter(group.inside.values()))
     if len(kinds) > 1:
         where = f" of group {some.label}" if some.label else ""
-        texts = [f"{rank_list(members)} {_are(members)} in {kind}" for kind, members in kinds.items()]
-        return f"#{group.number}{where} is not the same for all: {', '.join(_shortened(texts, 'kinds'))}{not_entered}"
+        texts = [f"{rank_list(members)} {is_or_are(members)} in {kind}" for kind, members in kinds.items()]
+        differing = ", ".join(_shortened_hang_texts(texts, "kinds"))
+        return f"#{group.number}{where} is not the same for all: {differing}{not_entered}"
     inside = sorted(group.inside)
     complete = ", and no rank is missing" if not group.behind and not group.left else ""
     what = describe_operation(some.op, group.number, some.label)
-    return f"{rank_list(inside)} {_are(inside)} in {what}{not_entered}{complete}"
+    return f"{rank_list(inside)} {is_or_are(inside)} in {what}{not_entered}{complete}"
 
 
-def _shortened(texts: Sequence[str], what: str) -> list[str]:
+def _shortened_hang_texts(texts: Sequence[str], what: str) -> list[str]:
     more = [f"{len(texts) - _MAX_SHOWN_GROUPS} more {what}"] if len(texts) > _MAX_SHOWN_GROUPS else []
     return [*texts[:_MAX_SHOWN_GROUPS], *more]

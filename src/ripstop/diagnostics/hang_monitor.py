@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from ripstop.diagnostics.evidence_events import MAX_RECORDED, to_event
-from ripstop.diagnostics.failure_ranking import order
+from ripstop.diagnostics.evidence_events import MAX_RECORDED, evidence_to_event
+from ripstop.diagnostics.failure_ranking import rank_failures
 from ripstop.diagnostics.progress import (
     NO_HEARTBEAT,
     SAMPLES_PER_TIMEOUT,
@@ -213,13 +213,13 @@ class HangMonitor:
             self._schedule_check()
             return
         self._check = self._loop.create_task(self._check_workers())
-        self._check.add_done_callback(_log_failed_check)
+        self._check.add_done_callback(_log_failed_hang_check)
 
     async def _check_workers(self) -> None:
         try:
             await self._sample()
         except Exception as error:
-            _log_check_error(error)
+            _log_hang_check_error(error)
             now = self._loop.time()
             for local_rank in self._progress.due_samples(now):
                 self._progress.on_sample_failed(local_rank, now)
@@ -305,10 +305,10 @@ class HangMonitor:
                 where = f"in {hang.call} ({hang.where})" if hang and hang.where else ""
                 event = WorkerHangs(failure.round, failure.rank, worker.stack.pid, known.seconds, known.reason, where)
                 self._record(event, logging.WARNING)
-        for failure in order(worker.failure for worker in inspected)[:MAX_RECORDED]:
-            self._record(to_event(failure), logging.INFO)
+        for failure in rank_failures(worker.failure for worker in inspected)[:MAX_RECORDED]:
+            self._record(evidence_to_event(failure), logging.INFO)
         self._native_stacks = self._loop.create_task(self._add_native_stacks(inspected))
-        self._native_stacks.add_done_callback(_log_failed_check)
+        self._native_stacks.add_done_callback(_log_failed_hang_check)
         return tuple(worker.failure for worker in inspected)
 
     def _failure(
@@ -351,18 +351,18 @@ class HangMonitor:
     async def _write_files(self, inspected: list[_Inspected], native: Sequence[str] = ()) -> None:
         files: dict[Path, bytes] = {}
         for index, worker in enumerate(inspected):
-            text = _file_text(worker, native[index] if native else "")
+            text = _hang_monitor_text(worker, native[index] if native else "")
             files[self._file(worker.failure.rank)] = text.encode("utf-8", "replace")
             if worker.flight and worker.flight.raw and not native:  # written once
                 files[self._file(worker.failure.rank, "flight.json")] = worker.flight.raw
         try:
-            await run_in_daemon_thread(partial(_write_hang_files, self._workers.logs, files), WRITE_TIMEOUT_S)
+            await run_in_daemon_thread(partial(_write_hang_monitor_files, self._workers.logs, files), WRITE_TIMEOUT_S)
         except (OSError, RuntimeError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
             log.warning("stacks cannot be written to %s: %s", self._workers.logs.hang_directory(), why)
 
 
-def _file_text(worker: _Inspected, native: str) -> str:
+def _hang_monitor_text(worker: _Inspected, native: str) -> str:
     failure, stack, flight = worker.failure, worker.stack, worker.flight
     parts = [
         f"rank {failure.rank}, pid {stack.pid} on {failure.host}, round {failure.round}: {failure.message}",
@@ -375,7 +375,7 @@ def _file_text(worker: _Inspected, native: str) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _write_hang_files(logs: RoundLogs, files: Mapping[Path, bytes]) -> None:
+def _write_hang_monitor_files(logs: RoundLogs, files: Mapping[Path, bytes]) -> None:
     logs.make_round_directory()  # a log plugin may not have made it
     make_own_directory(logs.hang_directory())
     for path, content in files.items():
@@ -384,10 +384,10 @@ def _write_hang_files(logs: RoundLogs, files: Mapping[Path, bytes]) -> None:
             file.write(content)
 
 
-def _log_failed_check(task: asyncio.Task[None]) -> None:
+def _log_failed_hang_check(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()):
-        _log_check_error(error)
+        _log_hang_check_error(error)
 
 
-def _log_check_error(error: BaseException) -> None:
+def _log_hang_check_error(error: BaseException) -> None:
     log.error("the check for hangs failed: %r", error)

@@ -245,7 +245,7 @@ class ProgressTracker:
         return self._step_ranges
 
 
-def progress_text(workers: Mapping[int, WorkerProgress]) -> str:
+def worker_progress_text(workers: Mapping[int, WorkerProgress]) -> str:
     """The steps of this node's workers; empty if they report none."""
     steps = [worker for worker in workers.values() if worker.step is not None]
     if not steps:

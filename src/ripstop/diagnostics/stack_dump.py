@@ -21,7 +21,14 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ripstop.diagnostics.stack_parser import Frame, Thread, as_text, from_faulthandler, from_py_spy, main_frames
+from ripstop.diagnostics.stack_parser import (
+    Frame,
+    Thread,
+    from_faulthandler,
+    from_py_spy,
+    main_frames,
+    parsed_stacks_text,
+)
 from ripstop.system import linux
 from ripstop.system.blocking_calls import run_in_daemon_thread
 
@@ -55,7 +62,7 @@ class StackDump(Struct, frozen=True):
     @property
     def stack(self) -> str:
         """The Python stacks, or the kernel's data, as text."""
-        return as_text(self.threads) or f"{self.doing}\n{self.kernel}".rstrip()
+        return parsed_stacks_text(self.threads) or f"{self.doing}\n{self.kernel}".rstrip()
 
     @property
     def doing(self) -> str:
@@ -63,7 +70,7 @@ class StackDump(Struct, frozen=True):
         return f"{self.state or '?'} ({_STATES.get(self.state, 'ended' if not self.state else 'other')}){where}"
 
 
-def ended_process(pid: int) -> StackDump:
+def stack_dump_of_ended_process(pid: int) -> StackDump:
     return StackDump(pid, "", "", "", (), "kernel")
 
 
@@ -77,12 +84,19 @@ async def dump_stacks(processes: Iterable[tuple[int, Path | None]]) -> list[Stac
     """The stacks of several processes, each given with its faulthandler file."""
     slots = asyncio.Semaphore(MAX_PY_SPY_PROCESSES)
     deadline = asyncio.get_running_loop().time() + ALL_DUMPS_TIMEOUT_S
-    return list(await asyncio.gather(*(_dump(pid, file, slots, deadline) for pid, file in processes)))
+    return list(await asyncio.gather(*(_dump_process_stack(pid, file, slots, deadline) for pid, file in processes)))
 
 
-async def _dump(pid: int, file: Path | None, slots: asyncio.Semaphore, deadline: float) -> StackDump:
+async def _dump_process_stack(pid: int, file: Path | None, slots: asyncio.Semaphore, deadline: float) -> StackDump:
     process = linux.read_process(pid)
-    found = StackDump(pid, process.state if process else "", _read(pid, "wchan"), _read(pid, "stack"), (), "kernel")
+    found = StackDump(
+        pid,
+        process.state if process else "",
+        _read_kernel_stack_file(pid, "wchan"),
+        _read_kernel_stack_file(pid, "stack"),
+        (),
+        "kernel",
+    )
     if process is None or process.dead:
         return found
     stopped = found.state == "T"
@@ -172,7 +186,7 @@ async def _faulthandler(pid: int, file: Path) -> str:
                 last, grown = grown, await run_in_daemon_thread(partial(stack_dump_size, file))
                 if last == grown > before:
                     break
-        return await run_in_daemon_thread(partial(_read_from, file, before))
+        return await run_in_daemon_thread(partial(_read_stack_dump, file, before))
     except (OSError, TimeoutError):
         return ""
 
@@ -185,13 +199,13 @@ def stack_dump_size(file: Path) -> int:
         return 0
 
 
-def _read_from(file: Path, offset: int) -> str:
+def _read_stack_dump(file: Path, offset: int) -> str:
     with file.open("rb") as dumps:
         dumps.seek(offset)
         return dumps.read(MAX_DUMP_BYTES).decode(errors="replace")
 
 
-def _read(pid: int, what: str) -> str:
+def _read_kernel_stack_file(pid: int, what: str) -> str:
     try:
         return Path(f"/proc/{pid}/{what}").read_text(errors="replace")[:4096].strip()
     except OSError:

@@ -99,7 +99,7 @@ def main_frames(threads: Iterable[Thread]) -> tuple[Frame, ...]:
     return next((thread.frames for thread in threads if thread.main), ())
 
 
-def as_text(threads: Iterable[Thread]) -> str:
+def parsed_stacks_text(threads: Iterable[Thread]) -> str:
     """The main thread first; threads of ripstop are left out."""
     lines: list[str] = []
     for thread in sorted(threads, key=lambda thread: not thread.main):

@@ -47,7 +47,7 @@ class Request(Struct, frozen=True):
     signal: int = 0
 
 
-def read_request(line: bytes) -> Request:
+def parse_timer_pipe_line(line: bytes) -> Request:
     """Parse a line of the pipe.  Raises ValueError with the reason."""
     try:
         fields = json.loads(line)
@@ -113,7 +113,7 @@ class Pipe:
 
     def _read(self, line: bytes) -> Request | None:
         try:
-            return read_request(line)
+            return parse_timer_pipe_line(line)
         except ValueError as error:
             self._log_problem(str(error))
             return None
@@ -164,7 +164,7 @@ class ExpiredTimer(Struct, frozen=True):
     signal: int
 
 
-def watchdog_reason(expired: Sequence[ExpiredTimer]) -> tuple[str, int]:
+def timer_pipe_watchdog_reason(expired: Sequence[ExpiredTimer]) -> tuple[str, int]:
     """A message for the expired timers of a worker, and the first signal that one of them requests (0: none)."""
     timers = [
         f"{truncate_bytes(clean(timer.scope), 200)!r} ({timer.seconds:.1f} s)" for timer in expired[:_MAX_SHOWN_TIMERS]
@@ -175,7 +175,7 @@ def watchdog_reason(expired: Sequence[ExpiredTimer]) -> tuple[str, int]:
     return f"{what}; {f'ripstop sent {signal_name(signum)}' if signum else 'no signal was requested'}", signum
 
 
-class Watchdog:
+class TimerPipeWatchdog:
     """Reads the pipe in the running event loop.
 
     `on_expired` is called once for each process whose timers expire: with pid, message and signal (0: none).
@@ -207,7 +207,7 @@ class Watchdog:
             self._apply(request)
         for pid, expired in self._timers.expired(self._loop.time()).items():
             self._timers.forget(pid)
-            self._on_expired(pid, *watchdog_reason(expired))
+            self._on_expired(pid, *timer_pipe_watchdog_reason(expired))
         self._arm()
 
     def _apply(self, request: Request) -> None:

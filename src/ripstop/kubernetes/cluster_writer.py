@@ -26,15 +26,15 @@ from ripstop.kubernetes.kube_client import (
     Invalid,
     KubeClient,
     NotFound,
-    budgets_path,
-    core_path,
-    jobs_path,
+    kube_budgets_path,
+    kube_core_path,
+    kube_jobs_path,
 )
 from ripstop.kubernetes.manifests import KEY, Owner, new_object
-from ripstop.kubernetes.pods import MAX_MESSAGE_CHARS, is_owned
+from ripstop.kubernetes.pods import MAX_MESSAGE_CHARS
 from ripstop.kubernetes.reconcile import JOB_REPORTED, Action, Decision, Emit
 from ripstop.kubernetes.spec import Json, Spec
-from ripstop.kubernetes.timestamps import to_timestamp
+from ripstop.kubernetes.timestamps import seconds_to_timestamp
 from ripstop.model.errors import RipstopError
 
 COMPONENT = "ripstop-operator"
@@ -56,25 +56,25 @@ class StatusRefused(RipstopError):
     """The cluster refuses every status of a job."""
 
 
-def ensure_operator_key(cluster: KubeClient, home: str) -> bytes:
+def ensure_operator_key_in_cluster(cluster: KubeClient, home: str) -> bytes:
     """The key from which all tokens are derived; created by the first operator."""
-    path = core_path(home, "secrets")
+    path = kube_core_path(home, "secrets")
     try:
-        return _stored_operator_key(cluster, path)
+        return _operator_key_stored_in_cluster(cluster, path)
     except NotFound:
         key = secrets.token_bytes(32)
         data = {"key": base64.b64encode(key).decode()}
         try:
             cluster.create(path, new_object("v1", "Secret", {"name": KEY, "namespace": home}, data=data))
         except Conflict:  # another operator created it at the same time
-            return _stored_operator_key(cluster, path)
+            return _operator_key_stored_in_cluster(cluster, path)
         except NotFound as error:
             text = f"the operator's namespace {home} does not exist; `ripstop kube install` creates it"
             raise RipstopError(text) from error
         return key
 
 
-def _stored_operator_key(cluster: KubeClient, path: str) -> bytes:
+def _operator_key_stored_in_cluster(cluster: KubeClient, path: str) -> bytes:
     return base64.b64decode(cluster.get(f"{path}/{KEY}")["data"]["key"])
 
 
@@ -102,7 +102,7 @@ class ClusterWriter:
         if not changes:
             return item
         metadata = item["metadata"]
-        path = jobs_path(metadata["namespace"], metadata["name"], part="status")
+        path = kube_jobs_path(metadata["namespace"], metadata["name"], part="status")
         version = {"resourceVersion": metadata["resourceVersion"]}
         try:
             return self._cluster.patch(path, {"metadata": version, "status": changes})
@@ -145,19 +145,21 @@ class ClusterWriter:
             case reconcile.DeletePod(name, uid, force):
                 log.info("%s delete pod=%s force=%s", where, name, force)
                 options = {"gracePeriodSeconds": 0} if force else {}
-                self._delete(core_path(owner.namespace, "pods", name), uid, **options)
+                self._delete(kube_core_path(owner.namespace, "pods", name), uid, **options)
             case reconcile.DeleteJob():
                 log.info("%s is deleted: its time to live is over", where)
-                self._delete(jobs_path(owner.namespace, owner.name), owner.uid, propagationPolicy="Background")
+                self._delete(kube_jobs_path(owner.namespace, owner.name), owner.uid, propagationPolicy="Background")
             case reconcile.SetReplicas(replicas):
                 version = {"resourceVersion": item["metadata"]["resourceVersion"]}
                 body = {"metadata": version, "spec": {"replicas": replicas}}
                 with suppress(Conflict, NotFound, Invalid):  # an invalid spec does not stop the other actions
-                    self._cluster.patch(jobs_path(owner.namespace, owner.name), body)
+                    self._cluster.patch(kube_jobs_path(owner.namespace, owner.name), body)
             case reconcile.CreatePod(slot) if create:
                 assert spec is not None, "an action needs a spec"
                 log.info("%s create pod slot=%d", where, slot)
-                return self._create_owned(core_path(owner.namespace, "pods"), manifests.pod(owner, spec, slot), owner)
+                return self._create_owned(
+                    kube_core_path(owner.namespace, "pods"), manifests.pod_manifest(owner, spec, slot), owner
+                )
             case reconcile.Ensure(what) if create:
                 assert spec is not None, "an action needs a spec"
                 self._ensure(what, owner, spec)
@@ -166,25 +168,27 @@ class ClusterWriter:
     def _ensure(self, what: str, owner: Owner, spec: Spec) -> None:
         match what:
             case "service":
-                self._create_owned(core_path(owner.namespace, "services"), manifests.service(owner), owner)
+                self._create_owned(
+                    kube_core_path(owner.namespace, "services"), manifests.service_manifest(owner), owner
+                )
             case "secret":
-                secret = manifests.secret(owner, spec, self.token(owner))
+                secret = manifests.secret_manifest(owner, spec, self.token(owner))
                 with suppress(Conflict):
-                    self._create(core_path(owner.namespace, "secrets"), secret)
+                    self._create(kube_core_path(owner.namespace, "secrets"), secret)
             case "disruption-budget":
-                budget = manifests.disruption_budget(owner, spec, version=self._budgets_version)
-                self._create_owned(budgets_path(owner.namespace, self._budgets_version), budget, owner)
+                budget = manifests.disruption_budget_manifest(owner, spec, version=self._budgets_version)
+                self._create_owned(kube_budgets_path(owner.namespace, self._budgets_version), budget, owner)
 
     def _create_owned(self, path: str, body: Json, owner: Owner) -> list[str]:
         """Create an object unless the job already owns it.  Returns the fields that the cluster dropped."""
         try:
-            return dropped(body, self._create(path, body))
+            return fields_dropped_by_cluster(body, self._create(path, body))
         except Conflict as error:
             name = body["metadata"]["name"]
             with suppress(NotFound):  # deleted meanwhile; the next reconciliation creates it
-                if not is_owned(self._cluster.get(f"{path}/{name}"), owner.uid):
+                if not owner.owns(self._cluster.get(f"{path}/{name}")):
                     why = "an object of this name exists and belongs to another owner"
-                    raise _refusal(body, 409, why) from error
+                    raise _cluster_refusal(body, 409, why) from error
         return []
 
     def _create(self, path: str, body: Json) -> Json:
@@ -195,7 +199,7 @@ class ClusterWriter:
         except ApiError as error:
             if error.code not in (400, 403, 404, 422):
                 raise
-            raise _refusal(body, error.code, str(error)) from error
+            raise _cluster_refusal(body, error.code, str(error)) from error
 
     def _delete(self, path: str, uid: str, **options: Any) -> None:
         with suppress(NotFound, Conflict):  # it is gone, or a new object has its name
@@ -211,10 +215,10 @@ class ClusterWriter:
         """Create an event, or increase the count of the same event."""
         digest = hashlib.sha256(f"{owner.uid} {event.reason} {event.text}".encode()).hexdigest()[:12]
         name = f"{owner.name}.{digest}"
-        path, now = core_path(owner.namespace, "events"), to_timestamp(time.time())
+        path, now = kube_core_path(owner.namespace, "events"), seconds_to_timestamp(time.time())
         try:
             try:
-                self._cluster.create(path, _event(owner, event, name, now))
+                self._cluster.create(path, _cluster_event_object(owner, event, name, now))
             except Conflict:
                 count = self._cluster.get(f"{path}/{name}").get("count") or 1
                 self._cluster.patch(f"{path}/{name}", {"count": count + 1, "lastTimestamp": now})
@@ -222,7 +226,7 @@ class ClusterWriter:
             log.info("job=%s/%s event=%s could not be created: %s", owner.namespace, owner.name, event.reason, error)
 
 
-def dropped(sent: Any, kept: Any, where: str = "") -> list[str]:
+def fields_dropped_by_cluster(sent: Any, kept: Any, where: str = "") -> list[str]:
     """The fields that were sent and are missing in the response.  Empty values may be missing.
 
     List items are compared by name if they have one, because the cluster may insert others.
@@ -232,11 +236,15 @@ def dropped(sent: Any, kept: Any, where: str = "") -> list[str]:
             return [where]
         paths = {name: f"{where}.{name}".lstrip(".") for name in sent}
         missing = [paths[name] for name, value in sent.items() if value and name not in kept]
-        inner = [dropped(value, kept[name], paths[name]) for name, value in sent.items() if name in kept]
+        inner = [
+            fields_dropped_by_cluster(value, kept[name], paths[name]) for name, value in sent.items() if name in kept
+        ]
         return [*missing, *chain.from_iterable(inner)]
     if isinstance(sent, list) and isinstance(kept, list):
         found = _items_kept_by_cluster(sent, kept)
-        inner = [dropped(value, found[n], f"{where}[{n}]") for n, value in enumerate(sent) if n in found]
+        inner = [
+            fields_dropped_by_cluster(value, found[n], f"{where}[{n}]") for n, value in enumerate(sent) if n in found
+        ]
         return [*chain.from_iterable(inner)]
     return []
 
@@ -253,7 +261,7 @@ def _items_kept_by_cluster(sent: list[Any], kept: list[Any]) -> dict[int, Any]:
     return {n: names[name] for n, name in candidates if name in names}
 
 
-def _event(owner: Owner, event: Emit, name: str, now: str) -> Json:
+def _cluster_event_object(owner: Owner, event: Emit, name: str, now: str) -> Json:
     return new_object(
         "v1",
         "Event",
@@ -271,6 +279,6 @@ def _event(owner: Owner, event: Emit, name: str, now: str) -> Json:
     )
 
 
-def _refusal(body: Json, code: int, why: str) -> CreationRefused:
+def _cluster_refusal(body: Json, code: int, why: str) -> CreationRefused:
     what = f"{body['kind']} {body['metadata']['name']}"
     return CreationRefused(f"{what} cannot be created: {why}; {REMEDIES.get(code, REMEDY)}")

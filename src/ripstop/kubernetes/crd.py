@@ -64,8 +64,8 @@ def definition(*, rules: bool = True) -> dict[str, Any]:
         "type": "object",
         "description": "A fault-tolerant, elastic PyTorch job.",
         "required": ["spec"],
-        "properties": {"spec": _spec(rules), "status": _status()},
-        **(_validations(NAME_RULES) if rules else {}),
+        "properties": {"spec": _crd_spec(rules), "status": _crd_status()},
+        **(_crd_validations(NAME_RULES) if rules else {}),
     }
     scale = {
         "specReplicasPath": ".spec.replicas",
@@ -95,17 +95,19 @@ def definition(*, rules: bool = True) -> dict[str, Any]:
     return new_object("apiextensions.k8s.io/v1", "CustomResourceDefinition", {"name": f"{PLURAL}.{GROUP}"}, spec=spec)
 
 
-def _validations(rules: Iterable[tuple[str, str]]) -> dict[str, Any]:
+def _crd_validations(rules: Iterable[tuple[str, str]]) -> dict[str, Any]:
     return {"x-kubernetes-validations": [{"rule": rule, "message": message} for rule, message in rules]}
 
 
-def _spec(rules: bool) -> dict[str, Any]:
+def _crd_spec(rules: bool) -> dict[str, Any]:
     backend = {"type": "string", "enum": ["embedded", "etcd"], "default": "embedded"}
     endpoints = {"type": "array", "items": {"type": "string"}}
     rendezvous = {
-        "backend": _described(backend, "embedded: in the pod of slot 0.  etcd: in the pod that etcd elects."),
-        "endpoints": _described(endpoints, "Addresses of etcd, each host:port."),
-        "conf": _described(TEXT, "Additional settings of --rdzv-conf: key=value,key=value."),
+        "backend": _crd_schema_with_description(
+            backend, "embedded: in the pod of slot 0.  etcd: in the pod that etcd elects."
+        ),
+        "endpoints": _crd_schema_with_description(endpoints, "Addresses of etcd, each host:port."),
+        "conf": _crd_schema_with_description(TEXT, "Additional settings of --rdzv-conf: key=value,key=value."),
     }
     anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     pod = {
@@ -124,15 +126,15 @@ def _spec(rules: bool) -> dict[str, Any]:
         "type": "object",
         "required": ["maxReplicas", "template"],
         "properties": {
-            **{field.name: _field(field) for field in FIELDS},
+            **{field.name: _crd_field(field) for field in FIELDS},
             "rendezvous": {"type": "object", "description": "Where the coordinator runs.", "properties": rendezvous},
             "template": template,
         },
-        **(_validations(SPEC_RULES) if rules else {}),
+        **(_crd_validations(SPEC_RULES) if rules else {}),
     }
 
 
-def _field(field: Field) -> dict[str, Any]:
+def _crd_field(field: Field) -> dict[str, Any]:
     is_text_or_number = field.name in ("nprocPerNode", "standby")
     schema = {
         "type": None if is_text_or_number else TYPES[field.type],
@@ -145,7 +147,7 @@ def _field(field: Field) -> dict[str, Any]:
     return {name: value for name, value in schema.items() if value is not None}
 
 
-def _status() -> dict[str, Any]:
+def _crd_status() -> dict[str, Any]:
     names, share = {"type": "array", "items": TEXT}, {"type": "number", "minimum": 0, "maximum": 1}
     of_condition = {"type": TEXT, "status": TEXT, "reason": TEXT, "message": TEXT, "lastTransitionTime": TIME}
     condition = {"type": "object", "required": ["type", "status"], "properties": of_condition}
@@ -178,8 +180,11 @@ def _status() -> dict[str, Any]:
         ("replaced", NUMBER, "Number of pods that were lost and replaced."),
         ("losses", losses, "The last lost pod of each slot.  The delay of the next pod depends on this."),
     )
-    return {"type": "object", "properties": {name: _described(schema, text) for name, schema, text in fields}}
+    return {
+        "type": "object",
+        "properties": {name: _crd_schema_with_description(schema, text) for name, schema, text in fields},
+    }
 
 
-def _described(schema: Mapping[str, Any], meaning: str) -> dict[str, Any]:
+def _crd_schema_with_description(schema: Mapping[str, Any], meaning: str) -> dict[str, Any]:
     return {**schema, "description": meaning}

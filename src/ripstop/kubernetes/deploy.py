@@ -18,7 +18,9 @@ USER = 65532  # an unprivileged user
 RBAC = "rbac.authorization.k8s.io"
 
 
-def files(image: str = IMAGE, home: str = HOME, *, rules: bool = True) -> dict[str, list[dict[str, Any]]]:
+def objects_to_deploy_by_file(
+    image: str = IMAGE, home: str = HOME, *, rules: bool = True
+) -> dict[str, list[dict[str, Any]]]:
     """All objects by file name, in the order of application; without `rules` for clusters older than 1.25."""
     return {
         "crd.yaml": [crd.definition(rules=rules)],
@@ -27,13 +29,17 @@ def files(image: str = IMAGE, home: str = HOME, *, rules: bool = True) -> dict[s
     }
 
 
-def objects(image: str = IMAGE, home: str = HOME, *, rules: bool = True) -> list[dict[str, Any]]:
+def objects_to_deploy(image: str = IMAGE, home: str = HOME, *, rules: bool = True) -> list[dict[str, Any]]:
     """All objects in the order of application."""
-    return [item for items in files(image, home, rules=rules).values() for item in items]
+    return [item for items in objects_to_deploy_by_file(image, home, rules=rules).values() for item in items]
 
 
 def kustomization() -> dict[str, Any]:
-    return {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": list(files())}
+    return {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": list(objects_to_deploy_by_file()),
+    }
 
 
 def _rbac(home: str) -> list[dict[str, Any]]:
@@ -41,38 +47,42 @@ def _rbac(home: str) -> list[dict[str, Any]]:
     account = {"kind": "ServiceAccount", "name": NAME, "namespace": home}
     return [
         new_object("v1", "ServiceAccount", {"name": NAME, "namespace": home, "labels": LABELS}),
-        _role("ClusterRole", {"name": NAME, "labels": LABELS}, OPERATORS),
-        _binding("ClusterRole", {"name": NAME, "labels": LABELS}, account),
-        _role("Role", {"name": NAME, "namespace": home, "labels": LABELS}, KEYS),
-        _binding("Role", {"name": NAME, "namespace": home, "labels": LABELS}, account),
-        _role("ClusterRole", {"name": f"{PLURAL}-edit", "labels": _aggregated("admin", "edit")}, EDITORS),
-        _role("ClusterRole", {"name": f"{PLURAL}-view", "labels": _aggregated("view")}, VIEWERS),
+        _deployed_role("ClusterRole", {"name": NAME, "labels": LABELS}, OPERATORS),
+        _deployed_role_binding("ClusterRole", {"name": NAME, "labels": LABELS}, account),
+        _deployed_role("Role", {"name": NAME, "namespace": home, "labels": LABELS}, KEYS),
+        _deployed_role_binding("Role", {"name": NAME, "namespace": home, "labels": LABELS}, account),
+        _deployed_role(
+            "ClusterRole", {"name": f"{PLURAL}-edit", "labels": _deployed_aggregation_labels("admin", "edit")}, EDITORS
+        ),
+        _deployed_role(
+            "ClusterRole", {"name": f"{PLURAL}-view", "labels": _deployed_aggregation_labels("view")}, VIEWERS
+        ),
     ]
 
 
-def _rule(group: str, resources: str, verbs: str, names: tuple[str, ...] = ()) -> dict[str, Any]:
+def _deployed_rule(group: str, resources: str, verbs: str, names: tuple[str, ...] = ()) -> dict[str, Any]:
     rule = {"apiGroups": [group], "resources": resources.split(), "verbs": verbs.split()}
     return rule | ({"resourceNames": list(names)} if names else {})
 
 
 OPERATORS = (
-    _rule(GROUP, PLURAL, "get list watch patch delete"),
-    _rule(GROUP, f"{PLURAL}/status", "patch"),
-    _rule(GROUP, f"{PLURAL}/finalizers", "update"),  # to set owner references, where that is checked
-    _rule("", "pods", "get list watch create delete"),
-    _rule("", "services", "get create"),
-    _rule("", "secrets", "create"),
-    _rule("", "events", "get create patch"),
-    _rule("", "nodes", "list watch"),
-    _rule("policy", "poddisruptionbudgets", "get create"),
-    _rule("apiextensions.k8s.io", "customresourcedefinitions", "list watch"),  # kopf waits for the definition
+    _deployed_rule(GROUP, PLURAL, "get list watch patch delete"),
+    _deployed_rule(GROUP, f"{PLURAL}/status", "patch"),
+    _deployed_rule(GROUP, f"{PLURAL}/finalizers", "update"),  # to set owner references, where that is checked
+    _deployed_rule("", "pods", "get list watch create delete"),
+    _deployed_rule("", "services", "get create"),
+    _deployed_rule("", "secrets", "create"),
+    _deployed_rule("", "events", "get create patch"),
+    _deployed_rule("", "nodes", "list watch"),
+    _deployed_rule("policy", "poddisruptionbudgets", "get create"),
+    _deployed_rule("apiextensions.k8s.io", "customresourcedefinitions", "list watch"),  # kopf waits for the definition
 )
-KEYS = (_rule("", "secrets", "get", (KEY,)),)
+KEYS = (_deployed_rule("", "secrets", "get", (KEY,)),)
 EDITORS = (
-    _rule(GROUP, PLURAL, "create delete deletecollection get list patch update watch"),
-    _rule(GROUP, f"{PLURAL}/scale", "get patch update"),
+    _deployed_rule(GROUP, PLURAL, "create delete deletecollection get list patch update watch"),
+    _deployed_rule(GROUP, f"{PLURAL}/scale", "get patch update"),
 )
-VIEWERS = (_rule(GROUP, PLURAL, "get list watch"),)
+VIEWERS = (_deployed_rule(GROUP, PLURAL, "get list watch"),)
 
 
 def deployment(image: str, home: str) -> dict[str, Any]:
@@ -111,7 +121,7 @@ def deployment(image: str, home: str) -> dict[str, Any]:
     return new_object("apps/v1", "Deployment", {"name": NAME, "namespace": home, "labels": LABELS}, spec=spec)
 
 
-def is_rolled_out(deployment: Json) -> bool:
+def is_deployment_rolled_out(deployment: Json) -> bool:
     """Whether all pods of a deployment have its latest version and are available."""
     state: Json = deployment.get("status") or {}
     wanted = deployment["spec"]["replicas"]
@@ -119,15 +129,15 @@ def is_rolled_out(deployment: Json) -> bool:
     return state.get("observedGeneration", 0) >= deployment["metadata"]["generation"] and {*counts} == {wanted}
 
 
-def _role(kind: str, metadata: dict[str, Any], rules: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+def _deployed_role(kind: str, metadata: dict[str, Any], rules: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     return new_object(f"{RBAC}/v1", kind, metadata, rules=list(rules))
 
 
-def _binding(kind: str, metadata: dict[str, Any], account: dict[str, str]) -> dict[str, Any]:
+def _deployed_role_binding(kind: str, metadata: dict[str, Any], account: dict[str, str]) -> dict[str, Any]:
     reference = {"apiGroup": RBAC, "kind": kind, "name": metadata["name"]}
     return new_object(f"{RBAC}/v1", f"{kind}Binding", metadata, roleRef=reference, subjects=[account])
 
 
-def _aggregated(*roles: str) -> dict[str, str]:
+def _deployed_aggregation_labels(*roles: str) -> dict[str, str]:
     """Labels that aggregate these permissions into the cluster's roles."""
     return LABELS | {f"{RBAC}/aggregate-to-{role}": "true" for role in roles}

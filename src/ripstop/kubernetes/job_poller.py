@@ -1,7 +1,7 @@
 """Polls the API of a running job, and sends the job its size.
 
-`JobApi` requests `GET /api/v1/status` and `POST /api/v1/scale` at the coordinator's pod.  A pod runs its users' code,
-so the size, the time and the types of its reply are bounded.  Rules of the poller:
+`PolledJobApi` requests `GET /api/v1/status` and `POST /api/v1/scale` at the coordinator's pod.  A pod runs its users'
+code, so the size, the time and the types of its reply are bounded.  Rules of the poller:
 
 1.  Requests go only to addresses of pods that were just read.  Another pod that gets an old address would receive
     the job's token.
@@ -23,7 +23,7 @@ from typing import Any
 
 from ripstop.api.http_client import ErrorReply, Request, send
 from ripstop.kubernetes.kube_client import in_thread
-from ripstop.kubernetes.manifests import Owner, run_id
+from ripstop.kubernetes.manifests import Owner, manifest_run_id
 from ripstop.kubernetes.spec import PORT, Json
 from ripstop.model.errors import QueryFailed
 from ripstop.model.round import Address
@@ -42,7 +42,7 @@ TokenFunction = Callable[[str, str], str]  # derives the API's token from the jo
 log = logging.getLogger("ripstop.operator")
 
 
-class JobApi:
+class PolledJobApi:
     """Client of the coordinator at its pod's address.
 
     Raises `QueryFailed` if the coordinator is unreachable, rejects the request or sends an invalid reply.
@@ -54,7 +54,7 @@ class JobApi:
 
     def status(self, address: str, secret: str, run_id: str) -> dict[str, Any]:
         """The fields of the job's status that the ElasticJob shows."""
-        return _validated(self._request("GET", "status", None, address, secret, run_id))
+        return _validated_polled_status(self._request("GET", "status", None, address, secret, run_id))
 
     def scale(self, address: str, secret: str, run_id: str, nodes: int) -> None:
         """Set the number of nodes the job runs on."""
@@ -74,7 +74,7 @@ class JobApi:
             raise QueryFailed(str(error)) from error
 
 
-def _validated(status: Any) -> dict[str, Any]:
+def _validated_polled_status(status: Any) -> dict[str, Any]:
     """The fields with valid values, under the names of the ElasticJob's status."""
     if not isinstance(status, dict):
         raise QueryFailed(f"its status is not a JSON object: {str(status)[:80]!r}")
@@ -93,10 +93,12 @@ def _validated(status: Any) -> dict[str, Any]:
 class JobPoller:
     """Polls one job.  Calls `changed` if `telemetry` or `unreachable` changed, or if a size could not be sent yet."""
 
-    def __init__(self, api: JobApi, threads: Executor, owner: Owner, token: str, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, api: PolledJobApi, threads: Executor, owner: Owner, token: str, changed: Callable[[], None]
+    ) -> None:
         self._api = api
         self._threads = threads
-        self._secret = token, run_id(owner)
+        self._secret = token, manifest_run_id(owner)
         self._name = f"job={owner.namespace}/{owner.name}"
         self._changed = changed
         self._task: asyncio.Task[None] | None = None

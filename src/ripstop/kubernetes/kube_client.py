@@ -1,7 +1,8 @@
 """Requests to a Kubernetes API server: objects as plain JSON, a pod's log, and commands in a pod.
 
 The `kubernetes` package handles credentials.  Requests for objects do not use its types, so they work with any version
-of that package and of the cluster.  Calls block.  A `KubeClient` may be used from any thread, a `PodClient` from one.
+of that package and of the cluster.  Calls block.  A `KubeClient` may be used from any thread, a `KubePodClient` from
+one.
 """
 
 import asyncio
@@ -115,7 +116,9 @@ class KubeClient:
             raise ApiUnreachable(f"{method} {path}: {error}") from error
         if response.status >= 300:
             kind = {404: NotFound, 409: Conflict, 422: Invalid}.get(response.status, ApiError)
-            raise kind(response.status, _message(response.data) or f"{method} {path}: HTTP {response.status}")
+            raise kind(
+                response.status, _kube_error_message(response.data) or f"{method} {path}: HTTP {response.status}"
+            )
         found: dict[str, Any] = json.loads(response.data)
         return found
 
@@ -126,7 +129,7 @@ class KubeClient:
         return {"Accept": "application/json", "Content-Type": content_type, "User-Agent": "ripstop"} | auth
 
 
-class PodClient:
+class KubePodClient:
     """The log of a pod, and the output of a command in it, which arrives over a WebSocket."""
 
     def __init__(self, context: str | None = None) -> None:
@@ -136,7 +139,7 @@ class PodClient:
 
     def log(self, namespace: str, pod: str, container: str, *, tail: int, follow: bool) -> Iterator[str]:
         """The lines of a container's log; with `follow`, also new ones."""
-        with _pod_client_errors(pod):
+        with _kube_pod_client_errors(pod):
             response = self._core.read_namespaced_pod_log(
                 pod, namespace, container=container, tail_lines=tail, follow=follow, _preload_content=False
             )
@@ -153,7 +156,7 @@ class PodClient:
 
         out, err = [], []
         options = {"stdin": False, "stdout": True, "stderr": True, "tty": False, "_preload_content": False}
-        with _pod_client_errors(pod):
+        with _kube_pod_client_errors(pod):
             call = self._core.connect_get_namespaced_pod_exec
             session = stream(call, pod, namespace, command=list(command), container=container, **options)
             while session.is_open():
@@ -181,7 +184,7 @@ def _client_configuration(context: str | None, kubeconfig: str | None = None) ->
 
 
 @contextmanager
-def _pod_client_errors(pod: str) -> Iterator[None]:
+def _kube_pod_client_errors(pod: str) -> Iterator[None]:
     from kubernetes.client.exceptions import ApiException
     from urllib3.exceptions import HTTPError
 
@@ -196,18 +199,18 @@ async def in_thread(threads: Executor, function: Callable[P, T], *args: P.args, 
     return await asyncio.get_running_loop().run_in_executor(threads, partial(function, *args, **options))
 
 
-def jobs_path(namespace: str | None, name: str = "", *, part: str = "") -> str:
+def kube_jobs_path(namespace: str | None, name: str = "", *, part: str = "") -> str:
     """The path of ElasticJobs; `part` is a subresource."""
     where = f"/namespaces/{namespace}" if namespace else ""
     return "/".join(filter(None, (f"/apis/{GROUP}/{VERSION}{where}/{PLURAL}", name, part)))
 
 
-def core_path(namespace: str, kind: str, name: str = "") -> str:
+def kube_core_path(namespace: str, kind: str, name: str = "") -> str:
     """The path of pods, services, secrets or events."""
     return "/".join(filter(None, (f"/api/v1/namespaces/{namespace}/{kind}", name)))
 
 
-def collection_path(item: Json) -> str:
+def kube_collection_path(item: Json) -> str:
     """The API path of objects of this kind."""
     version, kind = item["apiVersion"], item["kind"]
     root = f"/api/{version}" if "/" not in version else f"/apis/{version}"
@@ -215,11 +218,11 @@ def collection_path(item: Json) -> str:
     return f"{root}{where}/{kind.lower()}s"
 
 
-def budgets_path(namespace: str, version: str) -> str:
+def kube_budgets_path(namespace: str, version: str) -> str:
     return f"/apis/{version}/namespaces/{namespace}/poddisruptionbudgets"
 
 
-def _message(data: bytes) -> str:
+def _kube_error_message(data: bytes) -> str:
     try:
         body = json.loads(data)
     except ValueError:

@@ -54,6 +54,10 @@ class Owner(Struct, frozen=True):
     def reference(self) -> dict[str, Any]:
         return {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "name": self.name, "uid": self.uid}
 
+    def owns(self, item: Json) -> bool:
+        """Whether this job, by its uid, owns the object."""
+        return any(reference["uid"] == self.uid for reference in item["metadata"].get("ownerReferences") or ())
+
     def metadata(self, name: str, **labels: str) -> dict[str, Any]:
         """The metadata of an object that is deleted with the job."""
         reference = self.reference() | {"controller": True, "blockOwnerDeletion": True}
@@ -61,17 +65,17 @@ class Owner(Struct, frozen=True):
         return names | {"labels": self.labels() | labels, "ownerReferences": [reference]}
 
 
-def pod_name(job: str, slot: int) -> str:
+def manifest_pod_name(job: str, slot: int) -> str:
     return f"{job}-{slot}"
 
 
-def run_id(owner: Owner) -> str:
+def manifest_run_id(owner: Owner) -> str:
     """The run id; it contains the uid, because an earlier job may have had the same name."""
     return f"{owner.name}-{owner.uid}"
 
 
-def service(owner: Owner) -> dict[str, Any]:
-    return _service(owner.metadata(owner.name), owner.labels())
+def service_manifest(owner: Owner) -> dict[str, Any]:
+    return _service_manifest(owner.metadata(owner.name), owner.labels())
 
 
 def secret_name(owner: Owner, spec: Spec) -> str:
@@ -79,20 +83,20 @@ def secret_name(owner: Owner, spec: Spec) -> str:
     return spec.secret_name or f"{owner.name}-token-{owner.uid[:8]}"
 
 
-def secret(owner: Owner, spec: Spec, token: str) -> dict[str, Any]:
+def secret_manifest(owner: Owner, spec: Spec, token: str) -> dict[str, Any]:
     """The secret of a job without `secretName`."""
-    return _secret(owner.metadata(secret_name(owner, spec)), token)
+    return _secret_manifest(owner.metadata(secret_name(owner, spec)), token)
 
 
-def disruption_budget(owner: Owner, spec: Spec, *, version: str = "policy/v1") -> dict[str, Any]:
+def disruption_budget_manifest(owner: Owner, spec: Spec, *, version: str = "policy/v1") -> dict[str, Any]:
     """Limits voluntary evictions to what the job can lose."""
     budget = {"minAvailable": spec.min_replicas, "selector": {"matchLabels": owner.labels()}}
     return new_object(version, "PodDisruptionBudget", owner.metadata(owner.name), spec=budget)
 
 
-def pod(owner: Owner, spec: Spec, slot: int) -> dict[str, Any]:
+def pod_manifest(owner: Owner, spec: Spec, slot: int) -> dict[str, Any]:
     """The pod of a slot: the user's template plus the settings of a node."""
-    name = pod_name(owner.name, slot)
+    name = manifest_pod_name(owner.name, slot)
     template = deepcopy(dict(spec.template))
     metadata = owner.metadata(name, **{SLOT: str(slot)})
     given = template.get("metadata") or {}
@@ -101,13 +105,13 @@ def pod(owner: Owner, spec: Spec, slot: int) -> dict[str, Any]:
         metadata["annotations"] = annotations
     body = template["spec"]
     body |= {"hostname": name, "subdomain": owner.name, "restartPolicy": "Never"}
-    coordinator = f"{pod_name(owner.name, 0)}.{owner.name}.{owner.namespace}.svc"
-    flags = _flags(spec, run_id(owner), coordinator, _conf(spec, slot))
-    _make_node(body, spec, secret_name(owner, spec), flags | {INDEX_VARIABLE: str(slot)})
+    coordinator = f"{manifest_pod_name(owner.name, 0)}.{owner.name}.{owner.namespace}.svc"
+    flags = _manifest_flags(spec, manifest_run_id(owner), coordinator, _manifest_rendezvous_conf(spec, slot))
+    _add_node_to_manifest(body, spec, secret_name(owner, spec), flags | {INDEX_VARIABLE: str(slot)})
     return new_object("v1", "Pod", metadata, spec=body)
 
 
-def _conf(spec: Spec, slot: int) -> str:
+def _manifest_rendezvous_conf(spec: Spec, slot: int) -> str:
     """A pod's `--rdzv-conf`.  A coordinator starts with the current size; the operator sends later changes."""
     embedded = spec.rendezvous.backend == "embedded"
     location = f"is_host={int(slot == 0)}" if embedded else f"coordinator_port={PORT}"
@@ -117,12 +121,12 @@ def _conf(spec: Spec, slot: int) -> str:
 # without the operator -------------------------------------------------------------------------------------------------
 
 
-def objects_without_operator(kind: str, metadata: Mapping[str, str], spec: Spec, token: str) -> list[dict[str, Any]]:
+def manifests_without_operator(kind: str, metadata: Mapping[str, str], spec: Spec, token: str) -> list[dict[str, Any]]:
     """All objects to apply; with a secret unless the spec names one."""
     name = metadata["name"]
-    found = [_service(metadata, {INSTANCE: name})]
+    found = [_service_manifest(metadata, {INSTANCE: name})]
     if not spec.secret_name:
-        found.append(_secret({**metadata, "name": f"{name}-token"}, token))
+        found.append(_secret_manifest({**metadata, "name": f"{name}-token"}, token))
     if kind == "job":
         found.append(new_object("batch/v1", "Job", metadata, spec=_indexed_job(name, spec)))
     else:
@@ -162,9 +166,9 @@ def _template(name: str, spec: Spec, *, linger: bool) -> dict[str, Any]:
     template: dict[str, Any] = deepcopy(dict(spec.template))
     metadata = template.pop("metadata", {})
     labels = {**(metadata.get("labels") or {}), INSTANCE: name}
-    flags = _flags(spec, run_id=name, host=f"{name}-0.{name}") | ({"PET_LINGER": "1"} if linger else {})
+    flags = _manifest_flags(spec, run_id=name, host=f"{name}-0.{name}") | ({"PET_LINGER": "1"} if linger else {})
     probes = {"readinessProbe": PROBES["readinessProbe"]} if linger else PROBES
-    _make_node(template["spec"], spec, spec.secret_name or f"{name}-token", flags, probes)
+    _add_node_to_manifest(template["spec"], spec, spec.secret_name or f"{name}-token", flags, probes)
     return {"metadata": {**metadata, "labels": labels}, **template}
 
 
@@ -185,18 +189,18 @@ def new_object(version: str, kind: str, metadata: Json, **fields: Any) -> dict[s
     return {"apiVersion": version, "kind": kind, "metadata": dict(metadata), **fields}
 
 
-def _service(metadata: Json, selector: Mapping[str, str]) -> dict[str, Any]:
+def _service_manifest(metadata: Json, selector: Mapping[str, str]) -> dict[str, Any]:
     """Gives every slot a host name, also before it is ready, because nodes connect before they are ready."""
     ports = [{"name": "rendezvous", "port": PORT, "protocol": "TCP"}]
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": dict(selector), "ports": ports}
     return new_object("v1", "Service", metadata, spec=spec)
 
 
-def _secret(metadata: Json, token: str) -> dict[str, Any]:
+def _secret_manifest(metadata: Json, token: str) -> dict[str, Any]:
     return new_object("v1", "Secret", metadata, type="Opaque", stringData={"token": token})
 
 
-def _make_node(
+def _add_node_to_manifest(
     body: dict[str, Any], spec: Spec, secret: str, variables: Mapping[str, str], probes: Json = PROBES
 ) -> None:
     """Add the settings of a node to a pod's spec: variables, probes and termination message of the first container.
@@ -222,7 +226,7 @@ def _make_node(
     trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")  # for invalid flags
 
 
-def _flags(spec: Spec, run_id: str, host: str, conf: str = "") -> dict[str, str]:
+def _manifest_flags(spec: Spec, run_id: str, host: str, conf: str = "") -> dict[str, str]:
     """Flags as variables.  `host` is the coordinator's host without etcd, `conf` additional `--rdzv-conf`."""
     embedded = spec.rendezvous.backend == "embedded"
     settings = ["rank_by=slot", conf, spec.rendezvous.conf]

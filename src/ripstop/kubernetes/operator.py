@@ -26,12 +26,25 @@ from typing import Any
 from msgspec import Struct, field
 
 from ripstop.kubernetes import kube_client
-from ripstop.kubernetes.cluster_writer import ClusterWriter, CreationRefused, StatusRefused, ensure_operator_key
-from ripstop.kubernetes.job_poller import POLL_INTERVAL_S, JobApi, JobPoller
-from ripstop.kubernetes.kube_client import MAX_THREADS, Conflict, KubeClient, NotFound, core_path, in_thread, jobs_path
+from ripstop.kubernetes.cluster_writer import (
+    ClusterWriter,
+    CreationRefused,
+    StatusRefused,
+    ensure_operator_key_in_cluster,
+)
+from ripstop.kubernetes.job_poller import POLL_INTERVAL_S, JobPoller, PolledJobApi
+from ripstop.kubernetes.kube_client import (
+    MAX_THREADS,
+    Conflict,
+    KubeClient,
+    NotFound,
+    in_thread,
+    kube_core_path,
+    kube_jobs_path,
+)
 from ripstop.kubernetes.manifests import JOB, Owner
-from ripstop.kubernetes.pods import coordinator_pod_addresses, node_of, read_pods, unreachable_since
-from ripstop.kubernetes.reconcile import CreatePod, Decision, ResizeJob, decide, job_to_reconcile
+from ripstop.kubernetes.pods import coordinator_pod_addresses, node_of_pod, pod_node_unreachable_since, read_pods
+from ripstop.kubernetes.reconcile import CreatePod, Decision, ResizeJob, decide_reconciliation, job_to_reconcile
 from ripstop.kubernetes.spec import GROUP, PLURAL, VERSION, Json
 from ripstop.model.errors import RipstopError
 
@@ -45,7 +58,7 @@ Name = tuple[str, str]  # namespace and name of a job
 log = logging.getLogger("ripstop.operator")
 
 
-class TrackedJob(Struct):
+class OperatorJob(Struct):
     """A job and the operator's state about it that is not in the cluster."""
 
     woken: asyncio.Event = field(default_factory=asyncio.Event)
@@ -80,13 +93,13 @@ class TrackedJob(Struct):
 class Operator:
     """Reconciles all jobs."""
 
-    def __init__(self, cluster: KubeClient, key: bytes, api: JobApi) -> None:
+    def __init__(self, cluster: KubeClient, key: bytes, api: PolledJobApi) -> None:
         self._cluster = cluster
         self._writer = ClusterWriter(cluster, key)
         self._api = api
         self._threads = ThreadPoolExecutor(MAX_THREADS, "ripstop-api")
         self._poll_threads = ThreadPoolExecutor(MAX_THREADS, "ripstop-jobs")
-        self._jobs: dict[Name, TrackedJob] = {}
+        self._jobs: dict[Name, OperatorJob] = {}
         self._unreachable: dict[str, float] = {}  # nodes and the time of their last contact
         self._deleted: dict[str, float] = {}  # deleted nodes that still have pods of jobs
 
@@ -96,7 +109,7 @@ class Operator:
         """Reconcile the job soon."""
         tracked = self._jobs.get(name)
         if tracked is None:
-            tracked = self._jobs[name] = TrackedJob()
+            tracked = self._jobs[name] = OperatorJob()
             tracked.task = asyncio.create_task(self._run_job(name, tracked), name=f"job {'/'.join(name)}")
         tracked.woken.set()
 
@@ -106,7 +119,7 @@ class Operator:
         before = self._unreachable_nodes().get(node)
         self._unreachable.pop(node, None)
         self._deleted = {name: since for name, since in self._deleted.items() if self._jobs_on(name) and name != node}
-        since = unreachable_since(item)
+        since = pod_node_unreachable_since(item)
         if deleted and self._jobs_on(node):
             self._deleted[node] = time.time()
         elif since is not None and not deleted:
@@ -116,7 +129,7 @@ class Operator:
             for tracked in self._jobs_on(node):
                 tracked.woken.set()
 
-    def _jobs_on(self, node: str) -> list[TrackedJob]:
+    def _jobs_on(self, node: str) -> list[OperatorJob]:
         return [tracked for tracked in self._jobs.values() if node in tracked.nodes]
 
     def _unreachable_nodes(self) -> dict[str, float]:
@@ -124,7 +137,7 @@ class Operator:
 
     # one job ----------------------------------------------------------------------------------------------------------
 
-    async def _run_job(self, name: Name, tracked: TrackedJob) -> None:
+    async def _run_job(self, name: Name, tracked: OperatorJob) -> None:
         took = 0.0
         while True:
             await asyncio.sleep(DEBOUNCE_S + took)  # large jobs are slow to read and have many events
@@ -140,7 +153,7 @@ class Operator:
                 async with asyncio.timeout(requeue):
                     await tracked.woken.wait()
 
-    async def _reconcile_or_retry(self, name: Name, tracked: TrackedJob) -> float | None:
+    async def _reconcile_or_retry(self, name: Name, tracked: OperatorJob) -> float | None:
         """Reconcile a job.  Returns the delay until the next time; None if the job is gone."""
         try:
             requeue = await self._reconcile(name, tracked)
@@ -160,14 +173,14 @@ class Operator:
         log.warning("job=%s/%s retry in %.0f s: %s", *name, delay, problem)
         return delay
 
-    async def _reconcile(self, name: Name, tracked: TrackedJob) -> float | None:
+    async def _reconcile(self, name: Name, tracked: OperatorJob) -> float | None:
         try:
-            item = await in_thread(self._threads, self._cluster.get, jobs_path(*name))
+            item = await in_thread(self._threads, self._cluster.get, kube_jobs_path(*name))
         except NotFound:
             return None
-        selector, path = f"{JOB}={name[1]}", core_path(name[0], "pods")
+        selector, path = f"{JOB}={name[1]}", kube_core_path(name[0], "pods")
         pods = await in_thread(self._threads, self._cluster.list, path, labelSelector=selector)
-        tracked.nodes = frozenset(filter(None, map(node_of, pods)))
+        tracked.nodes = frozenset(filter(None, map(node_of_pod, pods)))
         tracked.reset_for(item["metadata"]["uid"])
         telemetry, unreachable = tracked.telemetry
         job = job_to_reconcile(
@@ -177,7 +190,7 @@ class Operator:
             ignored=tracked.ignored,
             unreachable=unreachable,
         )
-        decision = decide(job, read_pods(pods, job.owner, self._unreachable_nodes()), time.time())
+        decision = decide_reconciliation(job, read_pods(pods, job.owner, self._unreachable_nodes()), time.time())
         updated = await self._write_status(name, tracked, item, decision.status)
         now = time.monotonic()
         due = now - tracked.ensured_at >= ACTIVE_RESYNC_S
@@ -198,7 +211,7 @@ class Operator:
         longest = POLL_INTERVAL_S if tracked.poller is not None else resync
         return min(decision.requeue_after or longest, longest)
 
-    async def _write_status(self, name: Name, tracked: TrackedJob, item: dict[str, Any], status: Json) -> Json:
+    async def _write_status(self, name: Name, tracked: OperatorJob, item: dict[str, Any], status: Json) -> Json:
         """Write the status, or keep it in memory if the cluster refuses it (rule 2).  Returns the job."""
         try:
             item = await in_thread(self._threads, self._writer.write_status, item, status)
@@ -213,7 +226,7 @@ class Operator:
             tracked.refused_status = status
         return item
 
-    def _poll(self, tracked: TrackedJob, owner: Owner, decision: Decision, pods: Sequence[Json]) -> None:
+    def _poll(self, tracked: OperatorJob, owner: Owner, decision: Decision, pods: Sequence[Json]) -> None:
         """Poll the job's API if it runs and the operator has its secret."""
         spec = decision.spec
         if spec is None or spec.secret_name or decision.status["phase"] != "Running":
@@ -227,7 +240,7 @@ class Operator:
         tracked.poller.poll(addresses, size, time.monotonic())
 
 
-def run_operator(namespace: str | None, api: JobApi, *, home: str, health: str | None = None) -> None:
+def run_operator(namespace: str | None, api: PolledJobApi, *, home: str, health: str | None = None) -> None:
     """Run the operator for one namespace or all, until SIGTERM.
 
     `home` is the namespace of the operator's key.  `health` is the HOST:PORT of `GET /healthz`.
@@ -236,21 +249,23 @@ def run_operator(namespace: str | None, api: JobApi, *, home: str, health: str |
     for noisy in ("kopf", "aiohttp.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     cluster = KubeClient()
-    operator = Operator(cluster, ensure_operator_key(cluster, home), api)
+    operator = Operator(cluster, ensure_operator_key_in_cluster(cluster, home), api)
     if namespace is not None:
         _check_definition(cluster, namespace)
-    asyncio.run(_watch(cluster, operator, namespace, health))
+    asyncio.run(_run_operator_watches(cluster, operator, namespace, health))
 
 
 def _check_definition(cluster: KubeClient, namespace: str) -> None:
     """An operator of one namespace is not notified when the definition is installed."""
     try:
-        cluster.get(jobs_path(namespace), limit="1")
+        cluster.get(kube_jobs_path(namespace), limit="1")
     except NotFound as error:
         raise RipstopError("this cluster has no ElasticJob definition; `ripstop kube install` creates it") from error
 
 
-async def _watch(cluster: KubeClient, operator: Operator, namespace: str | None, health: str | None) -> None:
+async def _run_operator_watches(
+    cluster: KubeClient, operator: Operator, namespace: str | None, health: str | None
+) -> None:
     import kopf
 
     async def on_login(**_: Any) -> Any:

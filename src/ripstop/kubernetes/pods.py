@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from ripstop.kubernetes.manifests import SLOT, Owner
 from ripstop.kubernetes.spec import Json
-from ripstop.kubernetes.timestamps import to_seconds
+from ripstop.kubernetes.timestamps import timestamp_to_seconds
 
 MAX_MESSAGE_CHARS = 1024  # of a message in the status
 WAITING_ERRORS = (
@@ -106,7 +106,7 @@ class Pod(Struct, frozen=True):
         if self.reason == "Evicted":
             return "Evicted", self.detail or "it was evicted"
         if self.disrupted:
-            return deletion_reason(self)
+            return pod_deletion_reason(self)
         if self.reason in START_ERRORS:
             return CANNOT_START, self.start_error_text()
         if self.reason == "OOMKilled":
@@ -133,7 +133,7 @@ class Pod(Struct, frozen=True):
         return "; ".join(filter(None, (why, cause)))
 
 
-def deletion_reason(pod: Pod | None) -> tuple[str, str]:
+def pod_deletion_reason(pod: Pod | None) -> tuple[str, str]:
     """Why a pod was deleted: reason, text."""
     if pod is None or not pod.disrupted:
         return "Deleted", "it was deleted"
@@ -145,22 +145,17 @@ def deletion_reason(pod: Pod | None) -> tuple[str, str]:
 
 def read_pods(items: Iterable[Json], owner: Owner, unreachable: Mapping[str, float]) -> list[Pod]:
     """The job's pods (rule 1).  `unreachable` maps nodes to the time of their last contact."""
-    return [_read_pod(item, slot, unreachable) for slot, item in _by_slot(items, owner)]
+    return [_read_pod(item, slot, unreachable) for slot, item in _pods_by_slot(items, owner)]
 
 
 def coordinator_pod_addresses(items: Iterable[Json], owner: Owner, *, elected: bool) -> list[str]:
     """Possible addresses of the coordinator: the pod of slot 0, or any running pod if it is elected."""
-    ours = dict(_by_slot(items, owner))
+    ours = dict(_pods_by_slot(items, owner))
     states = [ours[slot].get("status") or {} for slot in sorted(ours) if elected or slot == 0]
     return [str(state["podIP"]) for state in states if state.get("podIP") and state.get("phase") == "Running"]
 
 
-def is_owned(item: Json, uid: str) -> bool:
-    """Whether the job with this uid owns the object."""
-    return any(reference["uid"] == uid for reference in item["metadata"].get("ownerReferences") or ())
-
-
-def node_of(item: Json) -> str:
+def node_of_pod(item: Json) -> str:
     """The node of a pod; empty if it is not scheduled yet."""
     return str((item.get("spec") or {}).get("nodeName") or "")
 
@@ -170,7 +165,7 @@ def trainer_container_name(pod: Json) -> str:
     return str(pod["spec"]["containers"][0]["name"])
 
 
-def waiting_reason(pod: Json) -> str:
+def pod_waiting_reason(pod: Json) -> str:
     """Why a pod does not run, as the cluster reports it; "" if it runs."""
     state: Json = pod.get("status") or {}
     held = [(each.get("state") or {}).get("waiting") or {} for each in state.get("containerStatuses") or ()]
@@ -180,29 +175,29 @@ def waiting_reason(pod: Json) -> str:
     return f"pod {pod['metadata']['name']}: {' '.join(texts[0].split())}" if texts else ""
 
 
-def unreachable_since(node: Json) -> float | None:
+def pod_node_unreachable_since(node: Json) -> float | None:
     """When an unreachable node was last in contact; None if it is reachable (rule 3)."""
     ready = _pod_or_node_condition(node, "Ready", "Unknown")
     since = ready.get("lastTransitionTime")
-    return to_seconds(since) if since else None
+    return timestamp_to_seconds(since) if since else None
 
 
-def _by_slot(items: Iterable[Json], owner: Owner) -> Iterator[tuple[int, Json]]:
+def _pods_by_slot(items: Iterable[Json], owner: Owner) -> Iterator[tuple[int, Json]]:
     for item in items:
         slot = str((item["metadata"].get("labels") or {}).get(SLOT, ""))
-        if is_owned(item, owner.uid) and slot.isascii() and slot.isdigit():
+        if owner.owns(item) and slot.isascii() and slot.isdigit():
             yield int(slot), item
 
 
 def _read_pod(item: Json, slot: int, unreachable: Mapping[str, float]) -> Pod:
     metadata, status = item["metadata"], item.get("status") or {}
-    end = _trainer_end(item)
+    end = _trainer_end_in_pod(item)
     waiting = _waiting_container(item)
     phase = status.get("phase") or "Pending"
     if end and phase in ("Pending", "Running"):  # rule 2
         phase = "Succeeded" if end.get("exitCode") == 0 else "Failed"
     over = phase in ("Succeeded", "Failed")
-    failed_init: Json = _failed_init(item) if phase == "Failed" and not end else {}
+    failed_init: Json = _failed_init_container_of_pod(item) if phase == "Failed" and not end else {}
     reason = end.get("reason") or failed_init.get("reason") or ""
     detail = status.get("message") or waiting.get("message") or failed_init.get("message") or ""
     unplaced = _pod_or_node_condition(item, "PodScheduled", "False")
@@ -213,41 +208,43 @@ def _read_pod(item: Json, slot: int, unreachable: Mapping[str, float]) -> Pod:
         slot=slot,
         uid=metadata["uid"],
         phase=phase,
-        created=to_seconds(metadata["creationTimestamp"]),
+        created=timestamp_to_seconds(metadata["creationTimestamp"]),
         ready=not over and bool(_pod_or_node_condition(item, "Ready", "True")),
         deleting="deletionTimestamp" in metadata,
         exit_code=end.get("exitCode"),
-        finished=to_seconds(end["finishedAt"]) if end.get("finishedAt") else None,
+        finished=timestamp_to_seconds(end["finishedAt"]) if end.get("finishedAt") else None,
         message=end.get("message") or "",
         reason=status.get("reason") or (reason if reason not in ("Error", "Completed") else ""),
         waiting=waiting.get("reason") or "",
         detail=detail[:MAX_MESSAGE_CHARS],
         unschedulable=(unplaced.get("message") or "Unschedulable") if is_unschedulable else "",
         disrupted=": ".join(filter(None, (disrupted.get("reason"), disrupted.get("message")))),
-        unreachable_since=None if over else unreachable.get(node_of(item)),
+        unreachable_since=None if over else unreachable.get(node_of_pod(item)),
         has_sidecars=over and status.get("phase") not in ("Succeeded", "Failed"),
     )
 
 
-def _trainer_end(item: Json) -> Json:
+def _trainer_end_in_pod(item: Json) -> Json:
     """How the first container ended; empty if it has not."""
     trainer = next((container["name"] for container in (item.get("spec") or {}).get("containers") or ()), "")
-    ends = (state.get("terminated") for name, state in _states(item, "containerStatuses") if name == trainer)
+    ends = (
+        state.get("terminated") for name, state in _pod_container_states(item, "containerStatuses") if name == trainer
+    )
     return next(ends, None) or {}
 
 
 def _waiting_container(item: Json) -> Json:
     """Why a container does not start; init containers first."""
-    for _, state in _states(item, "initContainerStatuses", "containerStatuses"):
+    for _, state in _pod_container_states(item, "initContainerStatuses", "containerStatuses"):
         waiting: Json = state.get("waiting") or {}
         if waiting.get("reason") not in (None, "", "ContainerCreating", "PodInitializing"):
             return waiting
     return {}
 
 
-def _failed_init(item: Json) -> Json:
+def _failed_init_container_of_pod(item: Json) -> Json:
     """The state of a failed init container; the trainer was not started."""
-    for name, state in _states(item, "initContainerStatuses"):
+    for name, state in _pod_container_states(item, "initContainerStatuses"):
         end: Json = state.get("terminated") or {}
         if end.get("exitCode"):
             detail = f": {end['message']}" if end.get("message") else ""
@@ -255,7 +252,7 @@ def _failed_init(item: Json) -> Json:
     return {}
 
 
-def _states(item: Json, *kinds: str) -> Iterator[tuple[str, Json]]:
+def _pod_container_states(item: Json, *kinds: str) -> Iterator[tuple[str, Json]]:
     """The names and states of containers."""
     for kind in kinds:
         for container in (item.get("status") or {}).get(kind) or ():

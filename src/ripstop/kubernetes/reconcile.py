@@ -1,7 +1,7 @@
 """Decides what to do about an ElasticJob: its current state and pods go in, actions and a new status come out.  Pure.
 
-`decide` keeps no state.  Everything it needs later is in the status, so a restarted operator continues from what
-the cluster stores.  Rules:
+`decide_reconciliation` keeps no state.  Everything it needs later is in the status, so a restarted operator continues
+from what the cluster stores.  Rules:
 
 1.  A pod is a slot.  Each slot has at most one pod, and a new one is created only after the old one is gone.  A
     replacement therefore has its predecessor's name and rank.
@@ -15,7 +15,7 @@ the cluster stores.  Rules:
     of its node, so its pod is replaced with the same delays, and a condition names the reason.
 5.  A pod on an unreachable node is lost after `NODE_TIMEOUT_S` and is force-deleted.  If it still trains, the other
     nodes ignore its round.
-6.  Invalid input (`spec.read`, a changed immutable field) or a rejection by the cluster (a quota, an invalid
+6.  Invalid input (`spec.read_spec`, a changed immutable field) or a rejection by the cluster (a quota, an invalid
     template) sets a condition and changes nothing that runs.  The field keeps its last valid value
     (`status.accepted`); all other fields apply.
 7.  The job receives its size (`ResizeJob`): `replicas`, so that spares stay spares.  A running job with spares that
@@ -30,10 +30,10 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ripstop.kubernetes.manifests import JOB, UID, Owner, pod_name
-from ripstop.kubernetes.pods import CANNOT_START, MAX_MESSAGE_CHARS, Pod, deletion_reason, parse_object
-from ripstop.kubernetes.spec import FIELDS, PORT, Json, Spec, SpecProblem, changed, read
-from ripstop.kubernetes.timestamps import to_seconds, to_timestamp
+from ripstop.kubernetes.manifests import JOB, UID, Owner, manifest_pod_name
+from ripstop.kubernetes.pods import CANNOT_START, MAX_MESSAGE_CHARS, Pod, parse_object, pod_deletion_reason
+from ripstop.kubernetes.spec import FIELDS, PORT, Json, Spec, SpecProblem, changed_spec_fields, read_spec
+from ripstop.kubernetes.timestamps import seconds_to_timestamp, timestamp_to_seconds
 
 QUICK_FAILURE_S = 60.0  # a pod that lives shorter failed quickly
 MAX_REPLACE_DELAY_S = 300.0
@@ -126,7 +126,7 @@ def job_to_reconcile(item: Json, **known: Any) -> ElasticJob:
     )
 
 
-def decide(job: ElasticJob, pods: Sequence[Pod], now: float) -> Decision:
+def decide_reconciliation(job: ElasticJob, pods: Sequence[Pod], now: float) -> Decision:
     if job.deleting:
         return Decision((), dict(job.status))
     return _Reconciliation(job, pods, now).result()
@@ -138,7 +138,7 @@ class _Reconciliation:
     def __init__(self, job: ElasticJob, pods: Sequence[Pod], now: float) -> None:
         self.job = job
         self.pods = {pod.slot: pod for pod in sorted(pods, key=lambda pod: pod.slot)}
-        self.now, self.timestamp = now, to_timestamp(now)
+        self.now, self.timestamp = now, seconds_to_timestamp(now)
         self.status: dict[str, Any] = dict(job.status)
         self.members = frozenset(self.status.get("members", ()))  # pods that ran at the last reconciliation
         self.actions: list[Action] = []
@@ -170,10 +170,12 @@ class _Reconciliation:
         before = parse_object(self.status.get("accepted", ""))
         if before is None:
             return self._accept(given)
-        problems = changed(before, given)
+        problems = changed_spec_fields(before, given)
         latest = {k: v for k, v in before.items() if k not in MUTABLE} | {k: given[k] for k in MUTABLE & given.keys()}
         kept: frozenset[str] = frozenset()
-        while not isinstance(wrong := read(name, latest), Spec):  # sizes are checked only if types and ranges are valid
+        while not isinstance(
+            wrong := read_spec(name, latest), Spec
+        ):  # sizes are checked only if types and ranges are valid
             problems += wrong
             invalid = MUTABLE & {problem.where.removeprefix("spec.") for problem in wrong}
             if invalid <= kept:
@@ -186,7 +188,7 @@ class _Reconciliation:
 
     def _accept(self, fields: Json) -> tuple[Spec | None, list[SpecProblem]]:
         """Parse the fields.  Store them in the status if they are valid."""
-        found = read(self.job.owner.name, fields)
+        found = read_spec(self.job.owner.name, fields)
         if not isinstance(found, Spec):
             return None, found
         self.status["accepted"] = json.dumps(dict(fields), sort_keys=True)
@@ -218,7 +220,7 @@ class _Reconciliation:
         """Finish the job if its deadline passed or a pod reports the end."""
         start = self.status.get("startTime")
         if spec.active_deadline is not None and start is not None:
-            left = to_seconds(start) + spec.active_deadline - self.now
+            left = timestamp_to_seconds(start) + spec.active_deadline - self.now
             if left <= 0:
                 text = f"the job ran for its activeDeadlineSeconds ({spec.active_deadline} s)"
                 self._end("Failed", "DeadlineExceeded", text)
@@ -277,11 +279,11 @@ class _Reconciliation:
 
     def _record_deletion(self, slot: int) -> None:
         """Record the loss of a running pod that someone else deleted (rule 3)."""
-        name = pod_name(self.job.owner.name, slot)
+        name = manifest_pod_name(self.job.owner.name, slot)
         pod = self.pods.get(slot)
         if name not in self.members or (pod is not None and (not pod.deleting or pod.unreachable_since is not None)):
             return
-        self._record_loss(pod or Pod(name, slot, uid=""), *deletion_reason(pod))
+        self._record_loss(pod or Pod(name, slot, uid=""), *pod_deletion_reason(pod))
 
     def _replace(self, pod: Pod, reason: str, text: str, *, force: bool = False) -> None:
         self.actions.append(DeletePod(pod.name, pod.uid, force))
@@ -312,7 +314,7 @@ class _Reconciliation:
         for loss in self.status.get("losses", ()):
             if loss["slot"] == slot and loss["times"] > 1:
                 delay: float = min(2.0 ** (loss["times"] - 2), MAX_REPLACE_DELAY_S)
-                return to_seconds(loss["at"]) + delay - self.now
+                return timestamp_to_seconds(loss["at"]) + delay - self.now
         return 0.0
 
     # the status -------------------------------------------------------------------------------------------------------
@@ -395,7 +397,7 @@ class _Reconciliation:
     # a finished job ---------------------------------------------------------------------------------------------------
 
     def _reconcile_finished(self, spec: Spec) -> None:
-        ended = to_seconds(self.status["completionTime"])
+        ended = timestamp_to_seconds(self.status["completionTime"])
         for pod in self.pods.values():
             if not pod.over and not pod.deleting and self.now >= ended + EXIT_TIMEOUT_S:
                 self.actions.append(DeletePod(pod.name, pod.uid, force=pod.unreachable_since is not None))

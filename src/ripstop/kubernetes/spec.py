@@ -1,7 +1,7 @@
 """The fields of an ElasticJob, once for the schema, the operator and the documentation.  Pure.
 
-`FIELDS` is the table of plain fields.  `read` parses a `Spec` or lists the problems.  The schema catches most
-errors when an object is written.  Old clusters do not check rules between two fields, so `read` checks everything
+`FIELDS` is the table of plain fields.  `read_spec` parses a `Spec` or lists the problems.  The schema catches most
+errors when an object is written.  Old clusters do not check rules between two fields, so `read_spec` checks everything
 again.
 """
 
@@ -134,26 +134,26 @@ class Spec(Struct, frozen=True, rename="camel"):
         return None if self.secret_name else self.replicas
 
 
-def read(name: str, spec: Json) -> Spec | list[SpecProblem]:
+def read_spec(name: str, spec: Json) -> Spec | list[SpecProblem]:
     """The spec, or all its problems."""
     problems: list[SpecProblem] = []
-    values = {field.name: _value(field, spec, problems) for field in FIELDS}
-    values["rendezvous"] = _rendezvous(spec.get("rendezvous") or {}, problems)
+    values = {field.name: _spec_value(field, spec, problems) for field in FIELDS}
+    values["rendezvous"] = _rendezvous_of_spec(spec.get("rendezvous") or {}, problems)
     values["template"] = spec.get("template")
     unknown = sorted(spec.keys() - values.keys())
     problems += [SpecProblem(f"spec.{key}", "is not a field; remove it, or correct its spelling") for key in unknown]
-    problems += [*_template_problems(values["template"]), *_name_problems(name)]
-    problems += _standby_problems(values["standby"], values["nprocPerNode"])
+    problems += [*_spec_template_problems(values["template"]), *_spec_name_problems(name)]
+    problems += _spec_standby_problems(values["standby"], values["nprocPerNode"])
     if values["standbyUntil"] not in (None, "script", "elastic"):
         problems.append(SpecProblem("spec.standbyUntil", f"is script or elastic, not {values['standbyUntil']!r}"))
     if not problems:
         if values["replicas"] is None:
             values["replicas"] = values["maxReplicas"]
-        problems = _size_problems(values["minReplicas"], values["replicas"], values["maxReplicas"])
+        problems = _spec_size_problems(values["minReplicas"], values["replicas"], values["maxReplicas"])
     return problems or convert(values, Spec)
 
 
-def changed(before: Json, after: Json) -> list[SpecProblem]:
+def changed_spec_fields(before: Json, after: Json) -> list[SpecProblem]:
     """The immutable fields that were changed."""
     fixed = {field.name: field.default for field in FIELDS if field.fixed} | {"rendezvous": None, "template": None}
     return [
@@ -163,7 +163,7 @@ def changed(before: Json, after: Json) -> list[SpecProblem]:
     ]
 
 
-def _value(field: Field, spec: Json, problems: list[SpecProblem]) -> Any:
+def _spec_value(field: Field, spec: Json, problems: list[SpecProblem]) -> Any:
     value: Any = spec.get(field.name, field.default)
     where = f"spec.{field.name}"
     if value is None:
@@ -180,7 +180,7 @@ def _value(field: Field, spec: Json, problems: list[SpecProblem]) -> Any:
     return value
 
 
-def _name_problems(name: str) -> list[SpecProblem]:
+def _spec_name_problems(name: str) -> list[SpecProblem]:
     where = "metadata.name"
     if len(name) > MAX_NAME_CHARS:
         text = f"has {len(name)} characters; its pods' host names allow {MAX_NAME_CHARS}; shorten it"
@@ -190,7 +190,7 @@ def _name_problems(name: str) -> list[SpecProblem]:
     return []
 
 
-def _size_problems(least: int, now: int, most: int) -> list[SpecProblem]:
+def _spec_size_problems(least: int, now: int, most: int) -> list[SpecProblem]:
     if least > most:
         return [SpecProblem("spec.minReplicas", f"({least}) is above maxReplicas ({most}); swap them")]
     if not least <= now <= most:
@@ -198,7 +198,7 @@ def _size_problems(least: int, now: int, most: int) -> list[SpecProblem]:
     return []
 
 
-def _standby_problems(standby: str | None, workers: str | None) -> list[SpecProblem]:
+def _spec_standby_problems(standby: str | None, workers: str | None) -> list[SpecProblem]:
     if standby in (None, "auto", "off"):
         return []
     assert standby is not None
@@ -209,7 +209,7 @@ def _standby_problems(standby: str | None, workers: str | None) -> list[SpecProb
     return []
 
 
-def _rendezvous(value: Any, problems: list[SpecProblem]) -> Rendezvous:
+def _rendezvous_of_spec(value: Any, problems: list[SpecProblem]) -> Rendezvous:
     where = "spec.rendezvous"
     if not isinstance(value, Mapping) or value.keys() - {"backend", "endpoints", "conf"}:
         problems.append(SpecProblem(where, "has only the fields backend, endpoints and conf"))
@@ -222,7 +222,7 @@ def _rendezvous(value: Any, problems: list[SpecProblem]) -> Rendezvous:
     return Rendezvous(backend, endpoints, value.get("conf") or "")
 
 
-def _template_problems(template: Any) -> list[SpecProblem]:
+def _spec_template_problems(template: Any) -> list[SpecProblem]:
     containers = template.get("spec", {}).get("containers") if isinstance(template, Mapping) else None
     if not containers:
         return [SpecProblem("spec.template.spec.containers", "needs a container that runs `ripstop run`")]

@@ -3,9 +3,9 @@
 from datetime import UTC, datetime
 
 
-def to_timestamp(seconds: float) -> str:
+def seconds_to_timestamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def to_seconds(timestamp: str) -> float:
+def timestamp_to_seconds(timestamp: str) -> float:
     return datetime.fromisoformat(timestamp).timestamp()

@@ -59,7 +59,7 @@ class Console:
     def __init__(self, objects: Mapping[int, TextIO | None] | None = None, live: LiveLine | None = None) -> None:
         self._objects = objects or {}
         self.live = live
-        self._copiers: dict[tuple[int, bool], _Copier] = {}  # by descriptor, and whether an object replaces it
+        self._copiers: dict[tuple[int, bool], _ConsoleCopier] = {}  # by descriptor, and whether an object replaces it
         self._followed: dict[Path, tuple[int, bool]] = {}
 
     def follow(
@@ -81,12 +81,14 @@ class Console:
         """
         target = fd, fd in self._objects and not ignore_objects
         if target not in self._copiers:
-            self._copiers[target] = _ConsoleObjectCopier(fd, self._objects[fd]) if target[1] else _Copier(fd, self.live)
+            self._copiers[target] = (
+                _ConsoleObjectCopier(fd, self._objects[fd]) if target[1] else _ConsoleCopier(fd, self.live)
+            )
         self._followed[path] = target
         prefixer = Prefixer(prefix) if prefix or target[1] else None
-        filtered = _FilteredFile(line_filter, prefix) if line_filter else None
+        filtered = _ConsoleFilteredFile(line_filter, prefix) if line_filter else None
         self._copiers[target].follow(
-            _LogFile(path, prefixer, filtered, keep_end_only=keep_end_only, reserve_space=reserve_space)
+            _ConsoleLogFile(path, prefixer, filtered, keep_end_only=keep_end_only, reserve_space=reserve_space)
         )
 
     async def finish(self, paths: Iterable[Path]) -> None:
@@ -175,14 +177,14 @@ class Prefixer:
         return self._prefix + lines.replace(b"\n", b"\n" + self._prefix) + b"\n"
 
 
-class _LogFile:
+class _ConsoleLogFile:
     """A worker's log file, the position up to which it was copied, and how its output is changed on the way."""
 
     def __init__(
         self,
         path: Path,
         prefixer: Prefixer | None,
-        filtered: "_FilteredFile | None",
+        filtered: "_ConsoleFilteredFile | None",
         *,
         keep_end_only: bool,
         reserve_space: bool,
@@ -270,7 +272,7 @@ class _LogFile:
             self._filtered.close()
 
 
-class _FilteredFile:
+class _ConsoleFilteredFile:
     """Appends the selected lines of one log file to a file that several log files share."""
 
     def __init__(self, line_filter: LineFilter, prefix: bytes) -> None:
@@ -292,7 +294,7 @@ class _FilteredFile:
                 lines = lines[os.write(self._fd, lines) :]
 
 
-class _Copier:
+class _ConsoleCopier:
     """The thread that copies log files to one console.
 
     Only the thread uses the files.  Others send it calls through a queue, and wake it through a pipe.
@@ -301,9 +303,9 @@ class _Copier:
     def __init__(self, fd: int, live: LiveLine | None = None) -> None:
         self._fd = fd
         self._live = live if os.isatty(fd) else None
-        self._max_write_bytes = select.PIPE_BUF if _is_pipe(fd) else _MAX_TURN_BYTES
+        self._max_write_bytes = select.PIPE_BUF if _is_console_pipe(fd) else _MAX_TURN_BYTES
         self._calls: deque[Callable[[], None]] = deque()
-        self._files: dict[int, _LogFile] = {}
+        self._files: dict[int, _ConsoleLogFile] = {}
         self._unread: set[int] = set()  # descriptors of files that have more to read now
         self._watch: GrowthWatch
         self._closed = False
@@ -324,7 +326,7 @@ class _Copier:
 
     # called by the agent
 
-    def follow(self, file: _LogFile) -> None:
+    def follow(self, file: _ConsoleLogFile) -> None:
         self.call(lambda: self._add(file))
 
     def finish(self, path: Path, done: Callable[[], None]) -> None:
@@ -368,7 +370,7 @@ class _Copier:
         while self._calls:
             self._calls.popleft()()
 
-    def _add(self, file: _LogFile) -> None:
+    def _add(self, file: _ConsoleLogFile) -> None:
         self._files[file.fd] = file
         self._unread.add(file.fd)
 
@@ -394,7 +396,7 @@ class _Copier:
             self._watch.arm(fd)
             self._copy(self._files[fd], _MAX_TURN_BYTES)
 
-    def _copy(self, file: _LogFile, limit: int) -> None:
+    def _copy(self, file: _ConsoleLogFile, limit: int) -> None:
         while limit > 0:
             began = file.position
             output, was_read = file.next_output()
@@ -427,7 +429,7 @@ class _Copier:
                 return  # rule 3
 
 
-class _ConsoleObjectCopier(_Copier):
+class _ConsoleObjectCopier(_ConsoleCopier):
     """Copies to an object of this program (rule 6)."""
 
     def __init__(self, fd: int, target: TextIO | None) -> None:
@@ -441,7 +443,7 @@ class _ConsoleObjectCopier(_Copier):
                 self._target.flush()
 
 
-def _is_pipe(fd: int) -> bool:
+def _is_console_pipe(fd: int) -> bool:
     try:
         return stat.S_ISFIFO(os.fstat(fd).st_mode)
     except OSError:

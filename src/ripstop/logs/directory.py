@@ -55,15 +55,15 @@ class LogDirectory:
         self._made_up = made_up or logs.directory is None
         self.kept = logs.kept
         self.has_job_events = False  # this process wrote events of the whole job here
-        self._top = logs.directory or _temporary_directory()
+        self._top = logs.directory or _temporary_log_directory()
         try:
             self._top = self._top.absolute()
             self.path = self._top / directory_name(run_id)
             _make_job_directory(self.path, temporary=logs.directory is None)
         except OSError as error:
-            raise UsageError(_unusable(self._top, error.strerror)) from error
+            raise UsageError(_unusable_log_directory(self._top, error.strerror)) from error
         if not os.access(self.path, os.W_OK | os.X_OK, effective_ids=True):
-            raise UsageError(_unusable(self._top, f"no right to write in {self.path.name}"))
+            raise UsageError(_unusable_log_directory(self._top, f"no right to write in {self.path.name}"))
 
     def tidy(self, *, succeeded: bool) -> None:
         """At the end of the job: apply rule 2, and rule 6 for the report of a failure."""
@@ -79,7 +79,7 @@ class LogDirectory:
         tree = list(os.walk(self._top, topdown=False))
         with suppress(OSError):  # another process uses the directory
             files = [Path(directory, name) for directory, _, names in tree for name in names]
-            if any(file.lstat().st_size for file in files if not _is_dispensable(file)):
+            if any(file.lstat().st_size for file in files if not _is_dispensable_in_log_directory(file)):
                 return
             for directory, _, names in tree:
                 for name in names:
@@ -172,7 +172,7 @@ class RoundLogs:
             except OSError as error:
                 if error.errno not in DISK_FULL_ERRORS or self._has_requested_files():
                     self._release_space()
-                    raise StartError(_unusable(self._round, error.strerror)) from error
+                    raise StartError(_unusable_log_directory(self._round, error.strerror)) from error
                 full = True
         if full:
             self._release_space()
@@ -227,7 +227,7 @@ class RoundLogs:
             raise
         except OSError as error:
             self._release_space()
-            raise StartError(_unusable(self._round, error.strerror)) from error
+            raise StartError(_unusable_log_directory(self._round, error.strerror)) from error
 
     def _follow(self, console: Console, local_rank: int, stream: OutputStreams, fd: int) -> None:
         path = self._file(local_rank, stream)
@@ -269,13 +269,15 @@ class RoundLogs:
         return OutputRoute.COPY if needs_evidence else OutputRoute.CONSOLE
 
 
-class KeptRoundLogs(RoundLogs):
+class KeptLogDirectories(RoundLogs):
     """The files of a round in which some workers go on in place: these write to the files that they have opened."""
 
     def __init__(self, new: RoundLogs, kept: Mapping[int, RoundLogs]) -> None:
         self._new = new
         self._place = new._place
-        self._kept = {rank: logs._of(rank) if isinstance(logs, KeptRoundLogs) else logs for rank, logs in kept.items()}
+        self._kept = {
+            rank: logs._of(rank) if isinstance(logs, KeptLogDirectories) else logs for rank, logs in kept.items()
+        }
         new.started = [rank for rank in range(new._place.slots) if rank not in kept]
 
     def use(self, new: RoundLogs) -> None:
@@ -325,7 +327,7 @@ class KeptRoundLogs(RoundLogs):
         self._new.follow(console)
 
 
-class LogsSource(Protocol):
+class LogDirectorySource(Protocol):
     """Chooses the log files of a round instead of `RoundLogs`: a plugin, or a program that launches."""
 
     async def round_logs(self, job: Path, place: Place, envs: Mapping[int, Mapping[str, str]]) -> RoundLogs: ...
@@ -341,7 +343,7 @@ def _make_job_directory(job: Path, *, temporary: bool) -> None:
     make_own_directory(job)
 
 
-def _is_dispensable(file: Path) -> bool:
+def _is_dispensable_in_log_directory(file: Path) -> bool:
     """Whether nobody misses this file after a success."""
     return file.name in (NODE_EVENTS, JOB_EVENTS) or file.parent.name.startswith(STANDBY_PREFIX)
 
@@ -360,7 +362,7 @@ def directory_name(run_id: str) -> str:
     return f"{safe.strip('.')}_{crc32(run_id.encode('utf-8', 'surrogateescape')):08x}"
 
 
-def _temporary_directory() -> Path:
+def _temporary_log_directory() -> Path:
     """Like `tempfile.mkdtemp`, which takes long to import."""
     first = Path(os.environ.get("TMPDIR") or "/tmp").absolute()
     for top in (first, Path("/tmp"), Path("/var/tmp")):
@@ -373,8 +375,8 @@ def _temporary_directory() -> Path:
                 break
         else:
             return path
-    raise UsageError(_unusable(top, why.strerror)) from why
+    raise UsageError(_unusable_log_directory(top, why.strerror)) from why
 
 
-def _unusable(directory: Path, why: str | None) -> str:
+def _unusable_log_directory(directory: Path, why: str | None) -> str:
     return f"workers' logs need a directory: {directory} cannot be used ({why}); name another with --log-dir."

@@ -51,7 +51,7 @@ def find_last_lines(path: Path, lines: int) -> tuple[int, int]:
         return at if lines else size, size
 
 
-def read(path: Path, offset: int, until: int | None = None, *, finished: bool = False) -> LogChunk:
+def read_log_chunk(path: Path, offset: int, until: int | None = None, *, finished: bool = False) -> LogChunk:
     """The chunk at this offset, or at the end if the file is shorter.
 
     `until`: ignore what comes after this offset.  `finished`: no process writes to the file.
@@ -129,7 +129,7 @@ class _LogGrowthWait:
             self._task.exception()  # mark it as retrieved: no caller waits for it
 
     async def _follow(self) -> None:
-        file = _WatchedLog(self._path)
+        file = _LogReaderFile(self._path)
         try:
             while True:
                 self._size = await run_in_daemon_thread(file.arm_and_measure)
@@ -140,7 +140,7 @@ class _LogGrowthWait:
         finally:
             file.close()
 
-    async def _next_write(self, file: "_WatchedLog") -> None:
+    async def _next_write(self, file: "_LogReaderFile") -> None:
         assert file.watch is not None, "measured, and closed by this task only"
         notifications = file.watch.fileno()
         if file.watch.needs_polling or notifications is None:
@@ -155,7 +155,7 @@ class _LogGrowthWait:
         file.watch.grown()
 
 
-class _WatchedLog:
+class _LogReaderFile:
     """A file that is opened in a thread, and closed when neither the thread nor the event loop uses it."""
 
     def __init__(self, path: Path) -> None:

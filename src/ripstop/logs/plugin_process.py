@@ -22,29 +22,29 @@ def run_plugin(fd: int) -> None:
             reply: dict[str, Any] = {}
             try:
                 if specs is None:
-                    specs = make(request)
+                    specs = load_plugin_in_process(request)
                 else:
-                    reply = reify(specs, request)
+                    reply = reify_in_plugin_process(specs, request)
             except Exception as error:
                 reply = {"error": f"{type(error).__name__}: {error}"}
             lines.write(json.dumps(reply) + "\n")
             lines.flush()
 
 
-def make(settings: dict[str, Any]) -> Any:
+def load_plugin_in_process(settings: dict[str, Any]) -> Any:
     """An instance of the plugin's class, with the arguments that torchrun passes."""
     (entry, *_) = metadata.entry_points(group=GROUP, name=settings["name"])
     plugin = entry.load()
-    std = std_of(plugin)
+    std = plugin_process_std(plugin)
     return plugin(
         log_dir=settings["log_dir"],
-        redirects=choice(std, settings["redirects"]),
-        tee=choice(std, settings["tee"]),
+        redirects=plugin_process_std_choice(std, settings["redirects"]),
+        tee=plugin_process_std_choice(std, settings["tee"]),
         local_ranks_filter=None if settings["shown"] is None else set(settings["shown"]),
     )
 
 
-def std_of(plugin: type) -> Any:
+def plugin_process_std(plugin: type) -> Any:
     """The `Std` class of the module that defines the plugin's `LogsSpecs`."""
     for base in plugin.__mro__:
         if std := getattr(sys.modules[base.__module__], "Std", None):
@@ -52,12 +52,12 @@ def std_of(plugin: type) -> Any:
     raise TypeError(f"{plugin.__name__} is not derived from LogsSpecs")
 
 
-def choice(std: Any, streams: dict[str, Any]) -> Any:
+def plugin_process_std_choice(std: Any, streams: dict[str, Any]) -> Any:
     """A `Std` for each rank, or one for all workers."""
     return {int(rank): std(value) for rank, value in streams["by_rank"]} or std(streams["default"])
 
 
-def reify(specs: Any, request: dict[str, Any]) -> dict[str, Any]:
+def reify_in_plugin_process(specs: Any, request: dict[str, Any]) -> dict[str, Any]:
     envs = {int(rank): env for rank, env in request["envs"].items()}
     dest = specs.reify(envs)
     names = ("stdouts", "stderrs", "tee_stdouts", "tee_stderrs", "error_files", "filtered_stdout", "filtered_stderr")

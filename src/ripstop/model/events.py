@@ -156,7 +156,8 @@ class WorkersStarted(EventBase, frozen=True):
 class StandbysReady(EventBase, frozen=True):
     """Standbys have warmed up.  The lists have all standbys that are ready now, and their memory in bytes.
 
-    `until` says where each standby waits: before the `script`, or before its `elastic` function.
+    `until` says where each standby waits: `script` (before the script) or `elastic` (before the function with
+    `@train.elastic`).
     """
 
     local_ranks: tuple[Int64, ...]
@@ -174,11 +175,13 @@ class StandbyDiscarded(EventBase, frozen=True):
 
 
 class Recovered(EventBase, frozen=True):
-    """This node's workers run again.  `kept` of them kept their process (in-place recovery).
+    """This node's workers run again.  `kept` is the number of workers that kept their process (in-place recovery).
 
-    The four phases are in seconds; a phase that was skipped is 0.  `detect`: from the fault until the agent noticed it.
-    `decide`: until the agent received the coordinator's decision.  `stop`: until all old workers had exited.  `start`:
-    until the new workers ran.  If the node waited between `stop` and `start`, this wait is added to `decide`.
+    The four phases are in seconds; a phase that was skipped is 0.  `detect`: from the fault (the death of a worker, or
+    the last progress of a worker that hangs) until the agent noticed it.  `decide`: until the agent received the
+    coordinator's decision.  `stop`: until all old workers had exited; an in-place recovery skips this phase.  `start`:
+    until all workers of the new round ran.  If the node waited between `stop` and `start`, this wait is added to
+    `decide`.
     """
 
     round: Int64
@@ -283,7 +286,7 @@ class WorkerEvidence(EventBase, frozen=True):
 
 
 class TimersMissed(EventBase, frozen=True):
-    """A worker, or one of its child processes, missed the deadline of a timer."""
+    """A worker, or one of its child processes, missed the deadline of a timer (`timer.expires`)."""
 
     round: Int64
     rank: Int64

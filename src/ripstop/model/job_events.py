@@ -64,7 +64,7 @@ class NodeHealthy(EventBase, frozen=True):
 
 
 class NodeQuarantined(EventBase, frozen=True):
-    """A node failed too often and is in quarantine for `seconds`."""
+    """A node failed too often, or was replaced as a straggler, and is in quarantine for `seconds`."""
 
     name: str
     why: str
@@ -113,7 +113,7 @@ class RoundFound(EventBase, frozen=True):
 
 
 class RoundResumed(EventBase, frozen=True):
-    """All nodes of the round that a new coordinator found have rejoined.  Training was not interrupted."""
+    """A new coordinator found a running round, and all its nodes have rejoined.  Training was not interrupted."""
 
     round: Int64
     nodes: Int64
@@ -129,9 +129,9 @@ class RoundEnded(EventBase, frozen=True):
 
 
 class BudgetCharged(EventBase, frozen=True):
-    """A failure or a hang was charged to its restart budget.  `used` of `limit` restarts are used now.
+    """A failure was charged to `--max-restarts`, or a hang to `--max-infra-restarts`.
 
-    If `allowed` is false, no restart was left, and the job fails.
+    `used` of `limit` restarts are used now.  If `allowed` is false, no restart was left, and the job fails.
     """
 
     round: Int64
@@ -143,7 +143,7 @@ class BudgetCharged(EventBase, frozen=True):
 
 
 class HangDiagnosed(EventBase, frozen=True):
-    """A round hangs, and its nodes were inspected.  `suspects` are the ranks that the others wait for."""
+    """A round hangs, and its nodes were inspected.  `suspects` are the ranks that probably caused the hang."""
 
     round: Int64
     suspects: tuple[Int64, ...]
@@ -194,7 +194,10 @@ class ScaleRequested(EventBase, frozen=True):
 
 
 class JobClosing(EventBase, frozen=True):
-    """The job has failed or an operator stopped it.  Agents stop their workers and send evidence."""
+    """The job has failed or an operator stopped it.  Agents stop their workers and send evidence.
+
+    A job that succeeds closes without this event.
+    """
 
     outcome: str
     why: str

@@ -65,6 +65,13 @@ def truncate_columns(text: str, width: int) -> str:
     return text
 
 
+def wrapped_lines(text: str, width: int) -> list[str]:
+    """The text in lines of at most `width` characters, at least one line; a longer word stays whole."""
+    from textwrap import wrap
+
+    return wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+
+
 def _columns(character: str) -> int:
     """At least the columns that a terminal uses for this character; wide ones begin at U+1100."""
     return 2 if character >= "\u1100" and character not in "…–’" else 1
@@ -135,6 +142,11 @@ def percent(share: float) -> str:
 def rank_list(ranks: Sequence[int]) -> str:
     """`rank 3`, or `ranks 0,1,4-7`, from sorted numbers."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
+
+
+def is_or_are(ranks: Sequence[int]) -> str:
+    """The verb after `rank_list`."""
+    return "is" if len(ranks) == 1 else "are"
 
 
 def ranges(ranks: Sequence[int]) -> str:

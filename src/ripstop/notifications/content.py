@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from ripstop.diagnostics.evidence_events import from_event
+from ripstop.diagnostics.evidence_events import evidence_from_event
 from ripstop.diagnostics.failure_ranking import root_cause
 from ripstop.model import events
 from ripstop.model.events import EventRecord, RoundEndCause
@@ -45,7 +45,7 @@ class Notification(Struct, frozen=True):
     at: float
 
 
-class Notifications:
+class NotificationContentWriter:
     """Takes the records of the job's journal."""
 
     def __init__(self, run_id: str) -> None:
@@ -59,7 +59,7 @@ class Notifications:
     def on(self, record: EventRecord) -> Notification | None:
         match record.event:
             case events.WorkerEvidence() as evidence if len(self._failures) < MAX_FAILURES:
-                self._failures.append(from_event(evidence).failure)
+                self._failures.append(evidence_from_event(evidence).failure)
         return None if record.node else self._on_coordinator_event(record)
 
     def _on_coordinator_event(self, record: EventRecord) -> Notification | None:

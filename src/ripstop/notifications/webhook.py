@@ -18,7 +18,7 @@ import msgspec
 
 from ripstop import __version__
 from ripstop.model.events import EventRecord
-from ripstop.notifications.content import Notification, Notifications
+from ripstop.notifications.content import Notification, NotificationContentWriter
 from ripstop.system.blocking_calls import run_in_daemon_thread
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Webhook:
     def __init__(self, url: str, run_id: str) -> None:
         self._url = url
         self._host = url.split("/")[2].rpartition("@")[2]
-        self._notifications = Notifications(run_id)
+        self._notifications = NotificationContentWriter(run_id)
         self._queue: deque[Notification] = deque()
         self._pending = threading.Event()
         self._closing = threading.Event()
@@ -86,7 +86,7 @@ class Webhook:
     # the thread -------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        send = _sender(self._url)
+        send = _webhook_sender(self._url)
         while True:
             self._pending.wait()
             self._pending.clear()
@@ -135,7 +135,7 @@ class WebhookReply(msgspec.Struct, frozen=True):
         return not self.problem
 
 
-def _sender(url: str) -> Callable[[bytes], WebhookReply]:
+def _webhook_sender(url: str) -> Callable[[bytes], WebhookReply]:
     """A function that sends one body; it raises nothing.  The standard library's proxies and certificates apply."""
     import http.client  # only if there is a message
     import urllib.error

@@ -87,7 +87,9 @@ class PeerConnection:
         self.socket.close()
 
 
-def connect(host: str, port: int, *, tls: Tls | None, token: str, run_id: str, node: str, round: int) -> PeerConnection:
+def connect_to_peer(
+    host: str, port: int, *, tls: Tls | None, token: str, run_id: str, node: str, round: int
+) -> PeerConnection:
     """Connect to the partner; OSError or PeerError if that fails."""
     opened = socket.create_connection((host, port), timeout=HANDSHAKE_TIMEOUT_S)
     try:
@@ -115,7 +117,7 @@ def connect(host: str, port: int, *, tls: Tls | None, token: str, run_id: str, n
         raise
 
 
-def accept(opened: socket.socket, *, tls: Tls | None, token: str, run_id: str, round: int) -> PeerConnection:
+def accept_peer(opened: socket.socket, *, tls: Tls | None, token: str, run_id: str, round: int) -> PeerConnection:
     """The receiver's side of the handshake; OSError or PeerError if the peer does not pass it."""
     enable_keepalive(opened)
     if tls is not None:

@@ -54,7 +54,7 @@ from ripstop.commit_memory import (
 )
 from ripstop.model.config import Tls
 from ripstop.replication import MAX_CONTROL_BYTES
-from ripstop.replication.peer_connection import IDLE_TIMEOUT_S, PeerConnection, PeerError, accept, connect
+from ripstop.replication.peer_connection import IDLE_TIMEOUT_S, PeerConnection, PeerError, accept_peer, connect_to_peer
 from ripstop.system.network import describe_network_error
 
 MAX_CONNECTIONS = 8
@@ -133,7 +133,7 @@ class Progress(Struct):
     size: int = 0  # bytes of the last copied set
 
 
-class Sender(threading.Thread):
+class ReplicatorSender(threading.Thread):
     """Copies this node's commits to its partner."""
 
     def __init__(self, setup: ReplicatorSetup, agent: ReplicatorSocket) -> None:
@@ -193,7 +193,7 @@ class Sender(threading.Thread):
         for rank in range(round.first_rank, round.first_rank + round.ranks):
             with self._changed:
                 buffers = list(self._buffers.get((rank, name), {}).values())
-            headers = ((buffer, _replicable_header(buffer, self._setup.run)) for buffer in buffers)
+            headers = ((buffer, _replicator_commit_header(buffer, self._setup.run)) for buffer in buffers)
             of_round = [
                 (buffer, header)
                 for buffer, header in headers
@@ -244,7 +244,7 @@ class Sender(threading.Thread):
                 self._peer = None
             if self._peer is None:
                 self._connected_in = round
-                self._peer = connect(
+                self._peer = connect_to_peer(
                     *round.partner,
                     tls=self._setup.tls(),
                     token=self._setup.token,
@@ -276,7 +276,7 @@ class Sender(threading.Thread):
         id = header.id
         place = {"rank": header.rank, "world_size": header.world_size, "number": id.number}
         peer.send({"put": name, "size": header.end, **place})
-        _expect_ok(peer)
+        _check_replicator_reply(peer)
         view, checksum, began = memoryview(buffer), 0, time.monotonic()
         for start in range(0, header.end, CHUNK_BYTES):
             chunk = view[start : min(start + CHUNK_BYTES, header.end)]
@@ -286,13 +286,13 @@ class Sender(threading.Thread):
                 ahead = (start + len(chunk)) / self._setup.bandwidth - (time.monotonic() - began)
                 if ahead > 0:
                     time.sleep(ahead)
-        if _replicable_header(buffer, self._setup.run) != header:  # rule 1
+        if _replicator_commit_header(buffer, self._setup.run) != header:  # rule 1
             raise PeerError("the commit was overwritten while it was copied, because this node has too little memory")
         peer.send({"checksum": checksum})
-        _expect_ok(peer)
+        _check_replicator_reply(peer)
 
 
-def _expect_ok(peer: PeerConnection) -> None:
+def _check_replicator_reply(peer: PeerConnection) -> None:
     match peer.receive():
         case {"ok": True}:
             return
@@ -301,13 +301,13 @@ def _expect_ok(peer: PeerConnection) -> None:
     raise PeerError("the peer sends no valid reply")
 
 
-def _replicable_header(buffer: mmap.mmap, run: int) -> CommitHeader | None:
+def _replicator_commit_header(buffer: mmap.mmap, run: int) -> CommitHeader | None:
     """The header of a complete commit."""
     header = unpack_commit_header(buffer[:HEAD_BYTES], run) if len(buffer) >= HEAD_BYTES else None
     return header if header is not None and HEAD_BYTES <= header.end <= len(buffer) else None
 
 
-class Receiver(threading.Thread):
+class ReplicatorReceiver(threading.Thread):
     """Takes the commits of another node."""
 
     def __init__(self, listening: socket.socket, setup: ReplicatorSetup, agent: ReplicatorSocket) -> None:
@@ -354,7 +354,7 @@ class Receiver(threading.Thread):
     def _serve(self, opened: socket.socket, duplicate: socket.socket) -> None:
         try:
             round, setup = self.round, self._setup
-            peer = accept(opened, tls=setup.tls(), token=setup.token, run_id=setup.run_id, round=round.number)
+            peer = accept_peer(opened, tls=setup.tls(), token=setup.token, run_id=setup.run_id, round=round.number)
             self._forget(duplicate, interrupts=False)
             try:
                 if len(self._peers) < MAX_CONNECTIONS:
@@ -399,9 +399,9 @@ class Receiver(threading.Thread):
             try:
                 peer.send({"ok": True})
                 memory = mmap.mmap(fd, os.fstat(fd).st_size)
-                checksum = _fill(peer, memoryview(memory)[:size])
+                checksum = _receive_replica_into(peer, memoryview(memory)[:size])
                 announced = peer.receive().get("checksum")
-                header = _replicable_header(memory, self._setup.run)
+                header = _replicator_commit_header(memory, self._setup.run)
                 place = CommitId(round.number, number), rank, world_size, size
                 if announced != checksum:
                     why = "the checksum differs"
@@ -416,7 +416,7 @@ class Receiver(threading.Thread):
         peer.send({"error": why} if why else {"ok": True})
 
 
-def _fill(peer: PeerConnection, memory: memoryview) -> int:
+def _receive_replica_into(peer: PeerConnection, memory: memoryview) -> int:
     """Receive as many bytes as fit into `memory`; their checksum."""
     checksum, start = 0, 0
     while start < len(memory):
@@ -426,7 +426,7 @@ def _fill(peer: PeerConnection, memory: memoryview) -> int:
     return checksum
 
 
-def _exit_replicator_on_defect(needed: tuple[threading.Thread, ...], args: threading.ExceptHookArgs) -> None:
+def _exit_on_replicator_thread_defect(needed: tuple[threading.Thread, ...], args: threading.ExceptHookArgs) -> None:
     """A thread has raised: a new process is better than one without it."""
     if args.thread in needed:
         print(f"ripstop: the replicator has a defect: {args.exc_value!r}", file=sys.stderr)
@@ -437,9 +437,9 @@ def run_replicator(fd: int) -> None:
     agent = ReplicatorSocket(fd)
     message, (listening,) = agent.receive()
     setup = ReplicatorSetup(**message["setup"])
-    sender = Sender(setup, agent)
-    receiver = Receiver(socket.socket(fileno=listening), setup, agent)
-    threading.excepthook = partial(_exit_replicator_on_defect, (sender, receiver))
+    sender = ReplicatorSender(setup, agent)
+    receiver = ReplicatorReceiver(socket.socket(fileno=listening), setup, agent)
+    threading.excepthook = partial(_exit_on_replicator_thread_defect, (sender, receiver))
     is_started = False
     while True:
         message, fds = agent.receive()

@@ -11,8 +11,8 @@ from itertools import pairwise
 from msgspec.structs import replace
 
 from ripstop.model.events import EventRecord
-from ripstop.report.facts import Facts, RoundFacts, add_loss, collect_facts
-from ripstop.report.incidents import find_incidents, left_text
+from ripstop.report.facts import Facts, RoundFacts, add_loss_fact, collect_facts
+from ripstop.report.incidents import departure_incident_text, find_incidents
 from ripstop.report.model import (
     Incident,
     JobResult,
@@ -39,13 +39,13 @@ def build_report(records: Iterable[EventRecord], notes: Iterable[str] = ()) -> R
     facts = collect_facts(records)
     if not facts.count:
         raise NoEvents("there are no events")
-    return _report(facts, tuple(notes))
+    return _build_report_from_facts(facts, tuple(notes))
 
 
-def _report(facts: Facts, notes: tuple[str, ...]) -> Report:
+def _build_report_from_facts(facts: Facts, notes: tuple[str, ...]) -> Report:
     began = facts.coordinator_times[0] if facts.coordinator_times else facts.first_at
-    result, why = _result(facts)
-    ended = _end_time(facts, result)
+    result, why = _build_job_result(facts)
+    ended = _report_end_time(facts, result)
     steps = facts.goodput.rounds()
     rounds = _round_reports(facts, steps)
     incidents = find_incidents(facts, result, rounds, steps)
@@ -88,26 +88,26 @@ def _report(facts: Facts, notes: tuple[str, ...]) -> Report:
         nodes=_node_reports(facts, incidents),
         actions=tuple(facts.actions),
         programs=tuple(facts.programs)[:8],
-        settings=_settings((*text.partition("=")[::2], count) for text, count in facts.settings.items()),
-        versions=_settings((*version, count) for version, count in facts.versions.items()),
-        notes=(*notes, *_notes(facts)),
-        omitted=_omitted(facts),
+        settings=_build_report_settings((*text.partition("=")[::2], count) for text, count in facts.settings.items()),
+        versions=_build_report_settings((*version, count) for version, count in facts.versions.items()),
+        notes=(*notes, *_build_report_notes(facts)),
+        omitted=_build_omitted_counts(facts),
         events=facts.count,
         stragglers=tuple(facts.stragglers),
     )
 
 
-def _result(facts: Facts) -> tuple[JobResult, str]:
+def _build_job_result(facts: Facts) -> tuple[JobResult, str]:
     if facts.closed is not None:
-        return _result_of(facts.closed.outcome), facts.closed.why
+        return _build_result_from_outcome(facts.closed.outcome), facts.closed.why
     if facts.closing is not None:
-        return _result_of(facts.closing[0]), facts.closing[1]
+        return _build_result_from_outcome(facts.closing[0]), facts.closing[1]
     started = facts.job_started
     host = started.coordinator_node if started and not started.is_elected else ""
     if host and (host in facts.departed or host in facts.ended_agents):
         ended = facts.ended_agents.get(host)
         why = facts.departed.get(host) or (ended.why if ended else "")
-        return JobResult.INTERRUPTED, f"node {host}, which ran the coordinator, {left_text(why)}"
+        return JobResult.INTERRUPTED, f"node {host}, which ran the coordinator, {departure_incident_text(why)}"
     if facts.coordinator_times is None and facts.ended_agents and facts.ended_agents.keys() >= facts.nodes.keys():
         worst = max(facts.ended_agents.values(), key=lambda end: end.code)
         results = JobResult.FAILED if worst.code < 128 else JobResult.INTERRUPTED
@@ -122,13 +122,13 @@ def _result(facts: Facts) -> tuple[JobResult, str]:
     )
 
 
-def _end_time(facts: Facts, result: JobResult) -> float:
+def _report_end_time(facts: Facts, result: JobResult) -> float:
     if facts.coordinator_times and result is not JobResult.UNFINISHED:
         return facts.coordinator_times[1]
     return facts.last_at
 
 
-def _notes(facts: Facts) -> Iterable[str]:
+def _build_report_notes(facts: Facts) -> Iterable[str]:
     if facts.earlier_runs:
         yield f"The event file also has {facts.earlier_runs} earlier runs of this id. This is the last one."
     if facts.coordinator_times is None:
@@ -137,7 +137,7 @@ def _notes(facts: Facts) -> Iterable[str]:
         yield "No worker reported a step, so goodput is unknown. Call ripstop.train.heartbeat(step) in the script."
 
 
-def _omitted(facts: Facts) -> dict[str, int]:
+def _build_omitted_counts(facts: Facts) -> dict[str, int]:
     kept = {
         "rounds": (facts.round_count, len(facts.rounds)),
         "nodes": (facts.node_count, len(facts.nodes)),
@@ -188,7 +188,7 @@ def _time_spent(
 ) -> TimeSpent:
     losses = dict(facts.losses)
     for before, after in pairwise(rounds):
-        add_loss(losses, facts.rounds[before.number], after.phases, steps.get(before.number))
+        add_loss_fact(losses, facts.rounds[before.number], after.phases, steps.get(before.number))
     total = max(0.0, ended - began)
     downtime = min(total, sum(loss.phases.total for loss in losses.values()))
     first = rounds[0] if rounds and not facts.losses else None
@@ -227,10 +227,10 @@ def _node_reports(facts: Facts, incidents: tuple[Incident, ...]) -> tuple[NodeRe
     )
 
 
-def _result_of(outcome: str) -> JobResult:
+def _build_result_from_outcome(outcome: str) -> JobResult:
     """The result; of an outcome that this version does not know, that the job did not succeed."""
     return JobResult(outcome) if outcome in JobResult.__members__.values() else JobResult.FAILED
 
 
-def _settings(found: Iterable[tuple[str, str, int]]) -> tuple[Setting, ...]:
+def _build_report_settings(found: Iterable[tuple[str, str, int]]) -> tuple[Setting, ...]:
     return tuple(Setting(*one) for one in sorted(found))

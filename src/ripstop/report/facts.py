@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ripstop.diagnostics.evidence_events import Evidence, from_event
+from ripstop.diagnostics.evidence_events import Evidence, evidence_from_event
 from ripstop.model import events, fault_injection
 from ripstop.model.events import MAX_TEXT, EventRecord, RoundEndCause
 from ripstop.model.failure import Failure, Hang
@@ -224,7 +224,7 @@ class Facts:
 
     def _act(self, at: float, kind: str, text: str) -> None:
         self.action_count += 1
-        self.actions.append(Action(at, kind, _short_fact(text)))
+        self.actions.append(Action(at, kind, _truncated_fact_text(text)))
 
     # nodes ------------------------------------------------------------------------------------------------------------
 
@@ -255,7 +255,7 @@ class Facts:
         self.lost_nodes += event.lost
         if event.lost:
             self._act(record.at, "node lost", f"node {event.name} {event.why}")
-        self._change_node(event.name, gone_at=record.at, is_lost=event.lost, why_gone=_short_fact(event.why))
+        self._change_node(event.name, gone_at=record.at, is_lost=event.lost, why_gone=_truncated_fact_text(event.why))
         self._depart(event.name, event.why)
 
     def _depart(self, name: str, why: str) -> None:
@@ -263,12 +263,12 @@ class Facts:
             self.departed.setdefault(name, why)
         round = self.rounds.get(self.highest_round)
         if round is not None and round.departure is None:
-            round.departure = (name, _short_fact(why))
+            round.departure = (name, _truncated_fact_text(why))
 
     def _on_unhealthy(self, record: EventRecord, event: events.NodeUnhealthy) -> None:
         if node := self.nodes.get(event.name):
             self._change_node(
-                event.name, unhealthy=node.unhealthy + 1, problems=tuple(map(_short_fact, event.problems[:8]))
+                event.name, unhealthy=node.unhealthy + 1, problems=tuple(map(_truncated_fact_text, event.problems[:8]))
             )
         self._act(record.at, "unhealthy", f"node {event.name} is unhealthy: {'; '.join(event.problems[:8])}")
 
@@ -317,7 +317,7 @@ class Facts:
         steps, numbers = self.goodput.rounds(), sorted(self.rounds)
         for number, following in pairwise(numbers[: MAX_ROUNDS // 2 + 1]):
             old = self.rounds.pop(number)
-            add_loss(self.losses, old, self.rounds[following].phases(old), steps.get(number))
+            add_loss_fact(self.losses, old, self.rounds[following].phases(old), steps.get(number))
 
     def _on_formed(self, record: EventRecord, event: events.RoundFormed) -> None:
         if self.recent is not None and event.round <= self.highest_round:
@@ -326,7 +326,7 @@ class Facts:
         self.recent = None
         if round := self._round(event.round, record.at):
             round.formed_at, round.nodes, round.world_size = record.at, len(event.nodes), event.world_size
-            round.why = _short_fact(event.why)
+            round.why = _truncated_fact_text(event.why)
         self.node_rounds.update(name for name in event.nodes if name in self.nodes)
 
     def _on_found(self, record: EventRecord, event: events.RoundFound) -> None:
@@ -340,7 +340,7 @@ class Facts:
 
     def _end_round(self, round: RoundFacts | None, at: float, cause: str, why: str) -> None:
         if round is not None and round.ended_at is None:
-            round.ended_at, round.cause, round.why_ended = at, _short_fact(cause), _short_fact(why)
+            round.ended_at, round.cause, round.why_ended = at, _truncated_fact_text(cause), _truncated_fact_text(why)
 
     def _on_charged(self, record: EventRecord, event: events.BudgetCharged) -> None:
         if round := self._round(event.round, record.at):
@@ -352,17 +352,19 @@ class Facts:
 
     def _on_diagnosed(self, record: EventRecord, event: events.HangDiagnosed) -> None:
         if round := self._round(event.round, record.at):
-            round.hang = replace(event, suspects=event.suspects[:MAX_FAILURES], why=_short_fact(event.why))
+            round.hang = replace(event, suspects=event.suspects[:MAX_FAILURES], why=_truncated_fact_text(event.why))
 
     def _on_straggler(self, record: EventRecord, event: events.StragglerDetected) -> None:
         self.straggler_count += 1
         ranks, times = event.ranks[:MAX_STRAGGLER_RANKS], (event.step_time, event.median)
         self.stragglers.append(
-            StragglerReport(event.round, _short_fact(event.name), ranks, record.at, *times, _short_fact(event.why))
+            StragglerReport(
+                event.round, _truncated_fact_text(event.name), ranks, record.at, *times, _truncated_fact_text(event.why)
+            )
         )
 
     def _on_straggler_ended(self, record: EventRecord, event: events.StragglerEnded) -> None:
-        ended = event.round, _short_fact(event.name), event.ranks[:MAX_STRAGGLER_RANKS]
+        ended = event.round, _truncated_fact_text(event.name), event.ranks[:MAX_STRAGGLER_RANKS]
         for number, found in enumerate(self.stragglers):
             if (found.round, found.node, found.ranks) == ended and found.ended_at is None:
                 self.stragglers[number] = replace(found, ended_at=record.at)
@@ -371,7 +373,7 @@ class Facts:
         if round := self._round(event.round, record.at - event.seconds):
             round.world_size = round.world_size or event.world_size
             round.nodes = round.nodes or 1
-            round.why = round.why or _short_fact(event.why)
+            round.why = round.why or _truncated_fact_text(event.why)
             round.started = max(round.started, event.seconds)
         if len(self._pauses) < MAX_NODES or record.node in self._pauses:
             self._pauses[record.node] = event.pause
@@ -417,7 +419,9 @@ class Facts:
         if worker is None:
             round.failures += 1
             if len(round.workers) < MAX_FAILURES:
-                worker = round.workers[rank] = FailedWorkerFacts(rank, record.node, record.at, _short_fact(why), pid)
+                worker = round.workers[rank] = FailedWorkerFacts(
+                    rank, record.node, record.at, _truncated_fact_text(why), pid
+                )
         return worker
 
     def _on_failed(self, record: EventRecord, event: events.WorkerFailed) -> None:
@@ -441,7 +445,7 @@ class Facts:
         record = bounded_record(record)  # a file may be anybody's
         assert isinstance(record.event, events.WorkerEvidence)
         event = record.event
-        worker.evidence = from_event(event)
+        worker.evidence = evidence_from_event(event)
         size = len(event.traceback) + sum(map(len, event.log_tail))
         self._evidence.append((worker, size))
         self._evidence_chars += size
@@ -454,7 +458,7 @@ class Facts:
                 )
 
 
-def add_loss(losses: dict[str, Loss], ended: RoundFacts, phases: Phases, steps: RoundSteps | None) -> None:
+def add_loss_fact(losses: dict[str, Loss], ended: RoundFacts, phases: Phases, steps: RoundSteps | None) -> None:
     """Add the downtime after a round, and its repeated steps, to those of the same cause."""
     cause = ended.cause or "unknown"
     old = losses.get(cause, Loss(cause, 0, Phases(), 0.0, 0, 0.0))
@@ -470,6 +474,6 @@ def add_loss(losses: dict[str, Loss], ended: RoundFacts, phases: Phases, steps: 
     )
 
 
-def _short_fact(text: str) -> str:
+def _truncated_fact_text(text: str) -> str:
     """A text that is kept: a file may be anybody's."""
     return truncate(text, MAX_TEXT)

@@ -65,7 +65,7 @@ PHASE_NAMES = {
 
 
 def render(report: Report) -> str:
-    return "\n".join(_page(report)) + "\n"
+    return "\n".join(_html_page(report)) + "\n"
 
 
 @cache
@@ -73,32 +73,32 @@ def _style() -> str:
     return Path(__file__).with_name("style.css").read_text(encoding="utf-8")
 
 
-def _page(report: Report) -> Iterator[str]:
+def _html_page(report: Report) -> Iterator[str]:
     yield '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">'
     yield f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     yield '<meta name="referrer" content="no-referrer">'
     yield f"<title>{safe(report.summary.run_id or 'job')}: {report.summary.result.value}</title>"
     yield f"<style>\n{_style()}</style>\n</head>\n<body>"
-    yield from _head(report)
+    yield from _html_header(report)
     yield "<main>"
-    yield from _timeline(report)
-    yield from _failures(report)
-    yield from _time(report)
-    yield from _rounds(report)
-    yield from _nodes(report)
-    yield from _stragglers(report)
-    yield from _actions(report)
-    yield from _configuration(report)
+    yield from _html_timeline_section(report)
+    yield from _html_failures_section(report)
+    yield from _html_time_section(report)
+    yield from _html_rounds_section(report)
+    yield from _html_nodes_section(report)
+    yield from _html_stragglers_section(report)
+    yield from _html_actions_section(report)
+    yield from _html_configuration_section(report)
     yield "</main>"
-    yield from _foot(report)
+    yield from _html_footer(report)
     yield "</body>\n</html>"
 
 
 # the top --------------------------------------------------------------------------------------------------------------
 
 
-def _head(report: Report) -> Iterator[str]:
+def _html_header(report: Report) -> Iterator[str]:
     summary = report.summary
     css, icon, word = RESULTS[summary.result]
     yield '<header>\n<div class="kicker"><span>ripstop job report</span>'
@@ -111,36 +111,38 @@ def _head(report: Report) -> Iterator[str]:
         sentence = f"{summary.why[:1].upper()}{summary.why[1:]}" + ("" if summary.why.endswith(".") else ".")
         yield f'<p class="soft">{safe(sentence, 1000)}</p>'
     yield '<dl class="facts">'
-    yield from _facts(report)
+    yield from _html_facts(report)
     yield "</dl>\n</header>"
 
 
-def _facts(report: Report) -> Iterator[str]:
+def _html_facts(report: Report) -> Iterator[str]:
     summary, time = report.summary, report.time
     if summary.goodput is None:
-        yield _fact("Goodput", "unknown", "no steps were reported")
+        yield _html_fact("Goodput", "unknown", "no steps were reported")
     else:
-        yield _fact("Goodput", percent(summary.goodput), "of the time in steps that were kept")
-    yield _fact("Duration", duration(summary.seconds), count(summary.rounds, "round"))
+        yield _html_fact("Goodput", percent(summary.goodput), "of the time in steps that were kept")
+    yield _html_fact("Duration", duration(summary.seconds), count(summary.rounds, "round"))
     lost = time.downtime + (time.repeated or 0.0)
     detail = f"{duration(time.downtime)} down, {count(time.repeated_steps, 'step')} repeated"
-    yield _fact("Time lost", duration(lost), detail)
+    yield _html_fact("Time lost", duration(lost), detail)
     budget = "" if summary.max_restarts is None else f"{summary.charged} of {summary.max_restarts} in the budget used"
-    yield _fact("Restarts", str(summary.restarts), budget or "budget unknown")
+    yield _html_fact("Restarts", str(summary.restarts), budget or "budget unknown")
     if summary.last_step is not None:
         speed = f"{duration(summary.seconds_per_step)} a step" if summary.seconds_per_step else "speed unknown"
-        yield _fact("Last step", f"{summary.last_step:,}", speed)
-    yield _fact("Workers", f"{summary.world_size:,}", f"on {count(summary.nodes, 'node')}, {summary.nodes_lost} lost")
+        yield _html_fact("Last step", f"{summary.last_step:,}", speed)
+    yield _html_fact(
+        "Workers", f"{summary.world_size:,}", f"on {count(summary.nodes, 'node')}, {summary.nodes_lost} lost"
+    )
     if summary.checkpoint_step is not None and summary.checkpoint_at is not None:
         age = duration(max(0.0, summary.ended - summary.checkpoint_at))
-        yield _fact("Last checkpoint", f"{summary.checkpoint_step:,}", f"{age} before the end")
+        yield _html_fact("Last checkpoint", f"{summary.checkpoint_step:,}", f"{age} before the end")
 
 
-def _fact(name: str, value: str, detail: str) -> str:
+def _html_fact(name: str, value: str, detail: str) -> str:
     return f"<div><dt>{safe(name)}</dt><dd>{safe(value)}<small>{safe(detail)}</small></dd></div>"
 
 
-def _timeline(report: Report) -> Iterator[str]:
+def _html_timeline_section(report: Report) -> Iterator[str]:
     yield f"<section><h2>Timeline</h2>\n{timeline(report)}"
     kinds = [("steps", "training; the height is the number of workers"), ("down", "no training")]
     kinds += [("repeated", "steps that were repeated")] if report.time.repeated_steps else []
@@ -157,12 +159,12 @@ def _html_legend(kinds: Iterable[tuple[str, str]]) -> str:
 # failures -------------------------------------------------------------------------------------------------------------
 
 
-def _failures(report: Report) -> Iterator[str]:
+def _html_failures_section(report: Report) -> Iterator[str]:
     if not report.incidents:
         yield '<section><h2>Failures</h2>\n<p class="good"><span aria-hidden="true">✓</span> None.</p></section>'
         return
     yield f"<section><h2>Failures <small>{count(len(report.incidents), 'failure')}, the latest first</small></h2>"
-    yield _recurring(report.incidents)
+    yield _html_recurring_failures(report.incidents)
     numbered = list(enumerate(report.incidents, 1))
     for number, incident in reversed(numbered[-MAX_CARDS:]):
         yield from _card(number, incident, age=len(numbered) - number)
@@ -170,7 +172,7 @@ def _failures(report: Report) -> Iterator[str]:
     yield "</section>"
 
 
-def _recurring(incidents: Sequence[Incident]) -> str:
+def _html_recurring_failures(incidents: Sequence[Incident]) -> str:
     """Causes that came back; numbers in their texts are ignored."""
     groups: dict[str, list[Incident]] = {}
     for incident in incidents:
@@ -201,24 +203,24 @@ def _card(number: int, incident: Incident, age: int) -> Iterator[str]:
         lost = f", {count(incident.repeated_steps, 'step')} repeated" if incident.repeated_steps else ""
         meta.append(f"cost {duration(incident.downtime + incident.repeated)}{lost}")
     yield f'<p class="meta">{safe(" · ".join(meta))}</p>'
-    yield from _root(incident, is_open=age == 0)
+    yield from _html_root_cause(incident, is_open=age == 0)
     if incident.victims:
-        yield from _victims(incident)
+        yield from _html_victims(incident)
     yield "</details>" if is_folded else "</article>"
 
 
-def _root(incident: Incident, is_open: bool) -> Iterator[str]:
+def _html_root_cause(incident: Incident, is_open: bool) -> Iterator[str]:
     root = incident.root
-    facts = _worker_facts(root, incident.title) if root else []
+    facts = _html_worker_facts(root, incident.title) if root else []
     facts.append(("decision", incident.decision))
     yield "<dl>" + "".join(f"<dt>{name}</dt><dd>{safe(text)}</dd>" for name, text in facts if text) + "</dl>"
     if root is None:
         return
-    yield _folded("Stack" if root.is_hang else "Traceback", root.traceback, is_open)
-    yield _folded("Last lines of stderr", "\n".join(root.log_tail))
+    yield _html_folded_text("Stack" if root.is_hang else "Traceback", root.traceback, is_open)
+    yield _html_folded_text("Last lines of stderr", "\n".join(root.log_tail))
 
 
-def _worker_facts(worker: WorkerReport, title: str) -> list[tuple[str, str]]:
+def _html_worker_facts(worker: WorkerReport, title: str) -> list[tuple[str, str]]:
     pid = f", pid {worker.pid}" if worker.pid else ""
     local = f" (local rank {worker.local_rank}{pid})" if worker.local_rank is not None else ""
     return [
@@ -231,20 +233,20 @@ def _worker_facts(worker: WorkerReport, title: str) -> list[tuple[str, str]]:
     ]
 
 
-def _folded(title: str, text: str, is_open: bool = False) -> str:
+def _html_folded_text(title: str, text: str, is_open: bool = False) -> str:
     opened = " open" if is_open else ""
     shown = f"<pre>{safe(text, MAX_TRACEBACK)}</pre>"
     return f"<details{opened}><summary>{title}</summary>{shown}</details>" if text else ""
 
 
-def _victims(incident: Incident) -> Iterator[str]:
+def _html_victims(incident: Incident) -> Iterator[str]:
     more = f", {len(incident.victims)} are listed" if len(incident.victims) < incident.victim_count else ""
     yield f"<details><summary>{count(incident.victim_count, 'other failure')}, because of it{more}</summary>"
-    yield _table(("rank", "host", "what"), map(_victim_row, incident.victims), numeric={0}, wide={2})
+    yield _table(("rank", "host", "what"), map(_html_victim_row, incident.victims), numeric={0}, wide={2})
     yield "</details>"
 
 
-def _victim_row(worker: WorkerReport) -> list[str]:
+def _html_victim_row(worker: WorkerReport) -> list[str]:
     what = worker.how if worker.message in ("", worker.how) else f"{worker.how}: {worker.message}"
     return [str(worker.rank), worker.host or worker.node, what]
 
@@ -252,7 +254,7 @@ def _victim_row(worker: WorkerReport) -> list[str]:
 # time -----------------------------------------------------------------------------------------------------------------
 
 
-def _time(report: Report) -> Iterator[str]:
+def _html_time_section(report: Report) -> Iterator[str]:
     time = report.time
     if time.total <= 0:
         return
@@ -292,18 +294,18 @@ def _losses_table(losses: Sequence[Loss]) -> str:
 # details --------------------------------------------------------------------------------------------------------------
 
 
-def _rounds(report: Report) -> Iterator[str]:
+def _html_rounds_section(report: Report) -> Iterator[str]:
     if not report.rounds:
         return
     yield f"<section><h2>Rounds <small>{count(report.summary.rounds, 'round')}</small></h2>"
     shown = report.rounds[-MAX_ROWS:]
     head = ("round", "began", "trained", "workers", "nodes", "steps", "s/step", "down before", "ended because")
-    yield _table(head, map(_round_row, shown), numeric={0, 2, 3, 4, 5, 6, 7}, wide={8}, fixed={1})
+    yield _table(head, map(_html_round_row, shown), numeric={0, 2, 3, 4, 5, 6, 7}, wide={8}, fixed={1})
     yield _left_out(report.summary.rounds - len(shown), "earlier rounds")
     yield "</section>"
 
 
-def _round_row(round: RoundReport) -> list[str]:
+def _html_round_row(round: RoundReport) -> list[str]:
     steps = "" if round.last_step is None else f"{round.first_step:,} – {round.last_step:,}"
     why = CAUSES.get(round.cause, round.cause)
     return [
@@ -319,19 +321,19 @@ def _round_row(round: RoundReport) -> list[str]:
     ]
 
 
-def _nodes(report: Report) -> Iterator[str]:
+def _html_nodes_section(report: Report) -> Iterator[str]:
     if not report.nodes:
         return
     yield f"<section><h2>Nodes <small>{count(report.summary.nodes, 'node')}</small></h2>"
     ordered = sorted(report.nodes, key=lambda n: (-n.root_causes, -n.is_lost, -n.unhealthy, -n.worker_failures))
     shown = ordered[:MAX_ROWS]
     head = ("node", "host", "workers", "rounds", "failures", "root causes", "health", "state")
-    yield _table(head, map(_node_row, shown), numeric={2, 3, 4, 5}, wide={7})
+    yield _table(head, map(_html_node_row, shown), numeric={2, 3, 4, 5}, wide={7})
     yield _left_out(report.summary.nodes - len(shown), "nodes with fewer failures")
     yield "</section>"
 
 
-def _node_row(node: NodeReport) -> list[str]:
+def _html_node_row(node: NodeReport) -> list[str]:
     health = f"✕ unhealthy {node.unhealthy}×: {'; '.join(node.problems)}" if node.unhealthy else "✓ healthy"
     health += f"; quarantined {node.quarantines}×" if node.quarantines else ""
     state = "✓ in the job" if node.gone_at is None else f"✕ {node.why_gone}" if node.is_lost else node.why_gone
@@ -339,25 +341,25 @@ def _node_row(node: NodeReport) -> list[str]:
     return [node.name, node.host, *map(str, numbers), health, state]
 
 
-def _stragglers(report: Report) -> Iterator[str]:
+def _html_stragglers_section(report: Report) -> Iterator[str]:
     if not report.stragglers:
         return
     yield f"<section><h2>Stragglers <small>{count(len(report.stragglers), 'straggler')}</small></h2>"
     shown = report.stragglers[-MAX_ROWS:]
     head = ("found", "until", "round", "node", "ranks", "step", "without it", "evidence")
-    yield _table(head, map(_straggler_row, shown), numeric={2, 5, 6}, wide={7}, fixed={0, 1})
+    yield _table(head, map(_html_straggler_row, shown), numeric={2, 5, 6}, wide={7}, fixed={0, 1})
     yield _left_out(report.omitted.get("stragglers", 0) + len(report.stragglers) - len(shown), "earlier stragglers")
     yield "</section>"
 
 
-def _straggler_row(found: StragglerReport) -> list[str]:
+def _html_straggler_row(found: StragglerReport) -> list[str]:
     until = "" if found.ended_at is None else moment(found.ended_at, clock_only=True)
     times = moment(found.at, clock_only=True), until
     steps = duration(found.step_time), duration(found.median)
     return [*times, str(found.round), found.node, ", ".join(map(str, found.ranks)), *steps, found.why]
 
 
-def _actions(report: Report) -> Iterator[str]:
+def _html_actions_section(report: Report) -> Iterator[str]:
     if not report.actions:
         return
     shown = report.actions[-MAX_ROWS:]
@@ -368,23 +370,23 @@ def _actions(report: Report) -> Iterator[str]:
     yield "</section>"
 
 
-def _configuration(report: Report) -> Iterator[str]:
+def _html_configuration_section(report: Report) -> Iterator[str]:
     if not (report.programs or report.settings or report.versions):
         return
     yield "<section><h2>Configuration and versions</h2>"
     for program in report.programs:
         yield f"<pre>{safe(program)}</pre>"
-    rows = [_setting_row(one, report.summary.nodes) for one in (*report.settings, *report.versions)]
+    rows = [_html_setting_row(one, report.summary.nodes) for one in (*report.settings, *report.versions)]
     yield _table(("setting", "value", "nodes"), rows, wide={1})
     yield "</section>"
 
 
-def _setting_row(setting: Setting, nodes: int) -> list[str]:
+def _html_setting_row(setting: Setting, nodes: int) -> list[str]:
     where = "coordinator" if not setting.nodes else "all" if setting.nodes == nodes else f"{setting.nodes} of {nodes}"
     return [setting.name, setting.value, where]
 
 
-def _foot(report: Report) -> Iterator[str]:
+def _html_footer(report: Report) -> Iterator[str]:
     yield "<footer>"
     yield from (f"<p>{safe(note)}</p>" for note in report.notes)
     yield f"<p>Made from {count(report.events, 'event')}. Times are UTC.</p>\n</footer>"

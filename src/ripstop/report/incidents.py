@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from msgspec.structs import replace
 
-from ripstop.diagnostics.failure_ranking import order
-from ripstop.diagnostics.failure_report import tail_without_traceback
+from ripstop.diagnostics.failure_ranking import rank_failures
+from ripstop.diagnostics.failure_report import failure_report_log_tail
 from ripstop.model.events import HangDiagnosed, RoundEndCause
 from ripstop.model.failure import how_it_ended
 from ripstop.model.text_formatting import rank_list, truncate
@@ -53,19 +53,23 @@ def _incident(facts: Facts, round: RoundFacts, is_end: bool) -> Incident | None:
     is_node_gone = round.departure is not None and (by_node or (is_end and not round.workers))
     if not is_node_gone and not round.workers:
         return None
-    ordered = _root_cause_first(round)
+    ordered = _ordered_incident_workers(round)
     root, victims, node = None, ordered, ""
     if is_node_gone and round.departure is not None:
         node, why = round.departure
         is_lost = node in facts.nodes and facts.nodes[node].is_lost
-        title = f"node {node} was lost: {why.removeprefix('lost: ')}" if is_lost else f"node {node} {left_text(why)}"
+        title = (
+            f"node {node} was lost: {why.removeprefix('lost: ')}"
+            if is_lost
+            else f"node {node} {departure_incident_text(why)}"
+        )
         cause = round.cause or (RoundEndCause.NODE_LOST if is_lost else RoundEndCause.NODE_LEFT)
     else:
         first, *victims = ordered
         root, node = _incident_worker(facts, first, round.number), first.node
         if round.hang and first.rank in round.hang.suspects:
             root = replace(root, how="the other ranks wait for it")
-        at, title = root.at, _title(root, round.hang)
+        at, title = root.at, _incident_title(root, round.hang)
         cause = round.cause or (RoundEndCause.INFRASTRUCTURE if root.is_hang else RoundEndCause.APPLICATION)
     shown = tuple(_incident_worker(facts, worker, round.number) for worker in victims)
     count = round.failures - (root is not None)
@@ -74,12 +78,14 @@ def _incident(facts: Facts, round: RoundFacts, is_end: bool) -> Incident | None:
     return Incident(round.number, at, cause, title, decision, is_end, node, root, shown, count, 0.0, 0.0, 0)
 
 
-def _root_cause_first(round: RoundFacts) -> list[FailedWorkerFacts]:
+def _ordered_incident_workers(round: RoundFacts) -> list[FailedWorkerFacts]:
     """The failed workers, the root cause first."""
     if not round.workers:
         return []
     suspects = round.hang.suspects if round.hang else ()
-    ranks = [failure.rank for failure in order(worker.failure(round.number) for worker in round.workers.values())]
+    ranks = [
+        failure.rank for failure in rank_failures(worker.failure(round.number) for worker in round.workers.values())
+    ]
     ranks.sort(key=lambda rank: rank not in suspects)
     return [round.workers[rank] for rank in ranks]
 
@@ -101,12 +107,12 @@ def _incident_worker(facts: Facts, worker: FailedWorkerFacts, round: int) -> Wor
         collectives=evidence.collectives if evidence else "",
         is_hang=failure.hang is not None,
         traceback=failure.traceback,
-        log_tail=tail_without_traceback(failure),
+        log_tail=failure_report_log_tail(failure),
         files=evidence.files if evidence else (),
     )
 
 
-def _title(root: WorkerReport, hang: HangDiagnosed | None) -> str:
+def _incident_title(root: WorkerReport, hang: HangDiagnosed | None) -> str:
     who = f"rank {root.rank} on {root.host}" if root.host else f"rank {root.rank}"
     if root.is_hang:
         ranks = who if hang is None or len(hang.suspects) < 2 else rank_list(sorted(hang.suspects))
@@ -116,6 +122,6 @@ def _title(root: WorkerReport, hang: HangDiagnosed | None) -> str:
     return f"{who} {root.how}" if message in ("", root.how) else f"{who}: {message}"
 
 
-def left_text(why: str) -> str:
+def departure_incident_text(why: str) -> str:
     """What a node did that left for this reason."""
     return f"left: {why}" if why and not why.startswith("left") else why or "left"

@@ -36,17 +36,17 @@ class Skipped(Struct):
             yield f"{self.lines} lines were skipped: they are incomplete, damaged, or events of another version."
 
 
-def event_files(directory: Path) -> list[Path]:
+def event_files_for_report(directory: Path) -> list[Path]:
     """The event files in a run's directory, the coordinator's first."""
     return [path for name in (JOB_EVENTS, NODE_EVENTS) if (path := directory / name).is_file()]
 
 
-def read_events(paths: list[Path], skipped: Skipped) -> Iterator[EventRecord]:
+def read_events_for_report(paths: list[Path], skipped: Skipped) -> Iterator[EventRecord]:
     """The records of these files.  Raises OSError."""
-    decode = _line_decoder()
+    decode = _line_decoder_for_report()
     last_seq: dict[str, int] = {}
     for path in paths:
-        for line in _lines(path):
+        for line in _read_lines_for_report(path):
             try:
                 event = decode(line)
             except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -62,7 +62,7 @@ def read_events(paths: list[Path], skipped: Skipped) -> Iterator[EventRecord]:
             yield EventRecord(seq, event.at, node, event)
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def _read_lines_for_report(path: Path) -> Iterator[bytes]:
     """The lines of a file, without the end of each; of a line that is too long, only its beginning."""
     with path.open("rb", buffering=0) as file:
         rest = b""
@@ -79,7 +79,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 @cache
-def _line_decoder() -> Callable[[bytes], Any]:
+def _line_decoder_for_report() -> Callable[[bytes], Any]:
     """Decodes a line in one pass, to an event that also has the fields of the header."""
     header = [("v", Int64), ("seq", Int64), ("at", float), ("node", str)]
     options: dict[str, Any] = {"kw_only": True, "frozen": True, "gc": False, "tag_field": "kind"}

@@ -24,12 +24,12 @@ TICK_STEPS = (
 
 
 def timeline(report: Report) -> str:
-    return "".join(_elements(report))
+    return "".join(_timeline_elements(report))
 
 
-def _elements(report: Report) -> Iterator[str]:
+def _timeline_elements(report: Report) -> Iterator[str]:
     began, ended = report.summary.began, report.summary.ended
-    scale = _Scale(began, ended)
+    scale = _TimelineScale(began, ended)
     label = f"Timeline: {count(report.summary.rounds, 'round')} in {duration(ended - began)}"
     yield f'<svg class="timeline" width="100%" height="{HEIGHT}" role="group" aria-label="{safe(label)}">'
     yield (
@@ -37,13 +37,13 @@ def _elements(report: Report) -> Iterator[str]:
         '<rect width="6" height="6" class="down-bg"/><line x1="0" y1="0" x2="0" y2="6" class="down-line"/>'
         "</pattern></defs>"
     )
-    yield from _axis(scale)
-    yield from _bars(report, scale)
-    yield from _marks(report, scale)
+    yield from _timeline_axis(scale)
+    yield from _timeline_bars(report, scale)
+    yield from _timeline_marks(report, scale)
     yield "</svg>"
 
 
-class _Scale:
+class _TimelineScale:
     def __init__(self, began: float, ended: float) -> None:
         self.began, self.seconds = began, max(ended - began, 1e-3)
 
@@ -56,7 +56,7 @@ class _Scale:
         return f'x="{x:g}%" width="{width:g}%"'
 
 
-def _axis(scale: _Scale) -> Iterator[str]:
+def _timeline_axis(scale: _TimelineScale) -> Iterator[str]:
     step = next((step for step in TICK_STEPS if scale.seconds / step <= 8), scale.seconds / 4)
     yield f'<line class="axis" x1="0" x2="100%" y1="{AXIS_Y}" y2="{AXIS_Y}"/>'
     for number in range(int(scale.seconds / step) + 1):
@@ -70,7 +70,7 @@ def _axis(scale: _Scale) -> Iterator[str]:
         yield f'<text class="{css}" x="{x:.3f}%" y="{AXIS_Y + 16}" text-anchor="{anchor}">{safe(text)}</text>'
 
 
-def _bars(report: Report, scale: _Scale) -> Iterator[str]:
+def _timeline_bars(report: Report, scale: _TimelineScale) -> Iterator[str]:
     """A round's height is its world size: resizes are visible."""
     largest = max((round.world_size for round in report.rounds), default=0) or 1
     before = report.summary.began
@@ -79,27 +79,31 @@ def _bars(report: Report, scale: _Scale) -> Iterator[str]:
         running = min(max(round.running_at, before), max(ended, before))
         height = max(10, BARS_HEIGHT * round.world_size // largest)
         y = BARS_Y + BARS_HEIGHT - height
-        why = f"start-up: {duration(running - before)}" if index == 0 else _downtime_tooltip(round, running - before)
-        yield _bar("down", scale.box(before, running), BARS_Y + BARS_HEIGHT - 10, 10, why)
+        why = (
+            f"start-up: {duration(running - before)}"
+            if index == 0
+            else _timeline_downtime_tooltip(round, running - before)
+        )
+        yield _timeline_bar("down", scale.box(before, running), BARS_Y + BARS_HEIGHT - 10, 10, why)
         if ended > running:
-            text = _round_tooltip(round, ended)
-            yield _bar("round", scale.box(running, ended), y, height, text)
+            text = _timeline_round_tooltip(round, ended)
+            yield _timeline_bar("round", scale.box(running, ended), y, height, text)
             if round.repeated:
-                yield _bar("repeated", scale.box(max(running, ended - round.repeated), ended), y, height, text)
+                yield _timeline_bar("repeated", scale.box(max(running, ended - round.repeated), ended), y, height, text)
             if scale.x(ended) - scale.x(running) > 4:
                 yield f'<text class="number" x="{scale.x(running):g}%" dx="6" y="{y + 15}">{round.number}</text>'
         before = max(before, ended)
 
 
-def _bar(css: str, box: str, y: int, height: int, text: str) -> str:
+def _timeline_bar(css: str, box: str, y: int, height: int, text: str) -> str:
     return f'<rect class="{css}" {box} y="{y}" height="{height}" rx="1.5"><title>{safe(text)}</title></rect>'
 
 
-def _downtime_tooltip(round: RoundReport, seconds: float) -> str:
+def _timeline_downtime_tooltip(round: RoundReport, seconds: float) -> str:
     return f"before round {round.number}: {duration(seconds)} without training"
 
 
-def _round_tooltip(round: RoundReport, ended: float) -> str:
+def _timeline_round_tooltip(round: RoundReport, ended: float) -> str:
     workers = f"{count(round.nodes, 'node')}, {count(round.world_size, 'worker')}"
     steps = f"\nsteps {round.first_step} to {round.last_step}" if round.last_step is not None else ""
     repeated = f"\n{count(round.repeated_steps, 'step')} repeated ({duration(round.repeated)})"
@@ -108,7 +112,7 @@ def _round_tooltip(round: RoundReport, ended: float) -> str:
     return f"round {round.number}: {workers}, {duration(ended - round.running_at)}{steps}{lost}{end}"
 
 
-def _marks(report: Report, scale: _Scale) -> Iterator[str]:
+def _timeline_marks(report: Report, scale: _TimelineScale) -> Iterator[str]:
     numbered = len(report.incidents) <= MAX_NUMBERED
     for number, incident in list(enumerate(report.incidents, 1))[-MAX_MARKS:]:
         x = min(99.2, max(0.8, scale.x(incident.at)))

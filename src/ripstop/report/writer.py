@@ -42,13 +42,13 @@ def _try_to_write_report(directory: Path) -> Path | str | None:
     try:
         from ripstop.report.builder import build_report  # at the end of a job only
         from ripstop.report.html import render
-        from ripstop.report.reader import Skipped, event_files, read_events
+        from ripstop.report.reader import Skipped, event_files_for_report, read_events_for_report
 
         size = (directory / JOB_EVENTS).stat().st_size
         if size > MAX_EVENT_BYTES:
             return f"the event file has {size >> 20} MiB"
         skipped = Skipped()
-        report = build_report(read_events(event_files(directory), skipped), skipped.notes())
+        report = build_report(read_events_for_report(event_files_for_report(directory), skipped), skipped.notes())
         replace_file(directory / REPORT_DATA, json.encode(report).decode() + "\n")
         replace_file(directory / REPORT_PAGE, render(report))
     except FileNotFoundError:

@@ -28,7 +28,7 @@ def read_mpi(environ: Mapping[str, str], hostname: str) -> Start:
         raise UsageError(
             f"--rdzv-backend=mpi: neither {OPEN_MPI[0]} nor {PMI[0]} is set; write mpirun -N 1 ripstop run …"
         )
-    places = {_place(environ, size, rank) for size, rank, _ in families}
+    places = {_mpi_size_and_rank(environ, size, rank) for size, rank, _ in families}
     if len(places) > 1:
         seen = ", ".join(f"{name}={environ[name]}" for size, rank, _ in families for name in (size, rank))
         raise UsageError(f"--rdzv-backend=mpi: {seen}: the variables contradict each other; start one mpirun only")
@@ -44,7 +44,7 @@ def read_mpi(environ: Mapping[str, str], hostname: str) -> Start:
     return Start("MPI", run_id, size, rank, key_context=f"mpi {name}" if name else "")
 
 
-def _place(environ: Mapping[str, str], size_name: str, rank_name: str) -> tuple[int, int]:
+def _mpi_size_and_rank(environ: Mapping[str, str], size_name: str, rank_name: str) -> tuple[int, int]:
     size = integer(size_name, environ[size_name], minimum=1, maximum=MAX_NODES)
     if not environ.get(rank_name):
         raise UsageError(f"{rank_name} is not set, although {size_name} is; start ripstop with mpirun")

@@ -17,7 +17,7 @@ def expand_node_list(name: str, text: str) -> tuple[str, ...]:
     """The nodes in their order; `name` is the variable, for error messages."""
     items = ITEM.findall(text)
     if not items or ",".join(items) != text.strip():
-        raise _unreadable(name, text, text)
+        raise _unreadable_node_list(name, text, text)
     nodes: list[str] = []
     for item in items:
         for node in _expand_item(name, text, item):
@@ -39,14 +39,14 @@ def _expand_item(name: str, text: str, item: str) -> Iterator[str]:
     for part in numbers.split(","):
         found = RANGE.fullmatch(part)
         if found is None:
-            raise _unreadable(name, text, part or item)
+            raise _unreadable_node_list(name, text, part or item)
         first, last = found[1], found[2] or found[1]
         if int(last) < int(first):
-            raise _unreadable(name, text, part)
+            raise _unreadable_node_list(name, text, part)
         for number in range(int(first), int(last) + 1):
             yield from (f"{prefix}{number:0{len(first)}d}{end}" for end in _expand_item(name, text, suffix))
 
 
-def _unreadable(name: str, text: str, part: str) -> UsageError:
+def _unreadable_node_list(name: str, text: str, part: str) -> UsageError:
     where = f" at {part!r}" if part != text else ""
     return UsageError(f"{name}={text}: not a node list{where}; Slurm writes it like n[1-3,07-09],gpu-a[01-02]")

@@ -26,17 +26,17 @@ TASKS = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
 USE_SRUN = "start ripstop with srun, and do not set SLURM_ variables"
 
 
-def is_step(environ: Mapping[str, str]) -> bool:
+def is_slurm_step(environ: Mapping[str, str]) -> bool:
     """Whether srun has started this process, also if some of its variables were lost on the way."""
     number = environ.get("SLURM_STEP_ID", "")
     is_special = number.isascii() and number.isdigit() and int(number) >= FIRST_SPECIAL_STEP
     return bool(number) and not is_special
 
 
-def nodes_without_step(environ: Mapping[str, str]) -> int:
+def slurm_nodes_without_step(environ: Mapping[str, str]) -> int:
     """The number of nodes of the Slurm job, if this process is in a job and in no step of srun; otherwise 0."""
     count = environ.get("SLURM_JOB_NUM_NODES", "")
-    if is_step(environ) or not environ.get("SLURM_JOB_ID") or not (count.isascii() and count.isdigit()):
+    if is_slurm_step(environ) or not environ.get("SLURM_JOB_ID") or not (count.isascii() and count.isdigit()):
         return 0
     return int(count)
 
@@ -47,7 +47,7 @@ def read_slurm(environ: Mapping[str, str], hostname: str) -> Start:
     The run id is Slurm's own name of the step; it stays the same when the job is requeued.  The secret changes, so that
     agents of an earlier run cannot join.
     """
-    if not is_step(environ):
+    if not is_slurm_step(environ):
         state = "is set, but this is not a step of srun" if environ.get("SLURM_JOB_ID") else "is not set"
         raise UsageError(f"--rdzv-backend=slurm: SLURM_JOB_ID {state}; write srun --ntasks-per-node=1 ripstop run …")
     job, step = _slurm_number(environ, "SLURM_JOB_ID"), _slurm_number(environ, "SLURM_STEP_ID")
@@ -67,7 +67,7 @@ def read_slurm(environ: Mapping[str, str], hostname: str) -> Start:
         run_id=f"{job}.{step}",
         nodes=len(nodes),
         node_number=node_number,
-        endpoint=Address(host(name, nodes[0]), _port(environ, job, step)),
+        endpoint=Address(host(name, nodes[0]), _slurm_coordinator_port(environ, job, step)),
         gpus=_optional_slurm_number(environ, "SLURM_GPUS_ON_NODE", MAX_SLOTS),
         earlier_restarts=requeues,
         key_context=f"slurm {environ.get('SLURM_CLUSTER_NAME', '')} {job}.{step} {requeues}",
@@ -106,7 +106,7 @@ def _check_tasks(environ: Mapping[str, str], nodes: int) -> None:
             )
 
 
-def _port(environ: Mapping[str, str], job: int, step: int) -> int:
+def _slurm_coordinator_port(environ: Mapping[str, str], job: int, step: int) -> int:
     """The first port that `srun --resv-ports` has reserved, or one derived from the job and the step."""
     reserved = environ.get("SLURM_STEP_RESV_PORTS", "")
     if not reserved:

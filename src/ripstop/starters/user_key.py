@@ -46,13 +46,15 @@ def user_key(start: Start, environ: Mapping[str, str]) -> UserKey | None:
     return UserKey(Path(environ["HOME"], KEY_FILE), start.key_context, is_creator=start.node_number == 0)
 
 
-def job_secret(key: UserKey, timeout: float = TIMEOUT_S) -> str:
+def job_secret_from_user_key(key: UserKey, timeout: float = TIMEOUT_S) -> str:
     """The job's secret.  UsageError: there is no key that only this user can read."""
     found: list[str | OSError | UsageError] = []
 
     def read() -> None:
         try:
-            found.append(_create_or_read_key(key.path) if key.is_creator else _wait_for_key(key.path, timeout))
+            found.append(
+                _create_or_read_user_key(key.path) if key.is_creator else _wait_for_user_key(key.path, timeout)
+            )
         except (OSError, UsageError) as error:
             found.append(error)
 
@@ -71,8 +73,8 @@ def job_secret(key: UserKey, timeout: float = TIMEOUT_S) -> str:
     raise UsageError(f"{key.path}: cannot be used for the job's secret: {problem}; correct this, {REMEDY}")
 
 
-def _create_or_read_key(path: Path) -> str:
-    if (text := _read_key(path)) is not None:
+def _create_or_read_user_key(path: Path) -> str:
+    if (text := _read_user_key(path)) is not None:
         return text
     for folder in (path.parent.parent, path.parent):  # not the home directory: a missing one is not mounted
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -87,16 +89,16 @@ def _create_or_read_key(path: Path) -> str:
             os.link(draft, path)
     finally:
         draft.unlink(missing_ok=True)
-    text = _read_key(path)
+    text = _read_user_key(path)
     if text is None:
         raise UsageError(f"{path}: was removed just after it was created; keep this file, {REMEDY}")
     return text
 
 
-def _wait_for_key(path: Path, timeout: float) -> str:
+def _wait_for_user_key(path: Path, timeout: float) -> str:
     end = time.monotonic() + timeout
     is_logged = False
-    while (text := _read_key(path)) is None:
+    while (text := _read_user_key(path)) is None:
         if not is_logged:
             log.info("waiting for %s, which the job's first node creates", path)
         is_logged = True
@@ -109,7 +111,7 @@ def _wait_for_key(path: Path, timeout: float) -> str:
     return text
 
 
-def _read_key(path: Path) -> str | None:
+def _read_user_key(path: Path) -> str | None:
     """The key; None if there is no file."""
     try:
         list(path.parent.iterdir())  # a file server's client may remember that the file was missing: look again
@@ -118,14 +120,14 @@ def _read_key(path: Path) -> str | None:
         return None
     with os.fdopen(fd, "rb") as file:
         check_own_directory(path.parent)
-        _check_key_file(path, os.fstat(fd))
+        _check_user_key_file(path, os.fstat(fd))
         text = file.read(MAX_KEY_LENGTH).decode("ascii", "replace").strip()
     if len(text) < KEY_BYTES:
         raise UsageError(f"{path}: has {len(text)} characters, a key has {2 * KEY_BYTES}; remove the file")
     return text
 
 
-def _check_key_file(path: Path, found: os.stat_result) -> None:
+def _check_user_key_file(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise UsageError(f"{path}: is not a regular file; remove it")
     if found.st_uid != path.parent.stat().st_uid:

@@ -42,7 +42,7 @@ class RoundSteps(Struct, frozen=True):
     steps_lost: int
 
 
-class _Steps(Struct, frozen=True):
+class _GoodputSteps(Struct, frozen=True):
     """Steps `first` to `last`, and the time between them, as reported by this rank."""
 
     rank: int
@@ -63,8 +63,8 @@ class _Steps(Struct, frozen=True):
 class _Round(Struct):
     first_step: int  # the lowest one of all workers
     began: tuple[int, str, int, float] | None = None  # the first step of the lowest rank: rank, node, step, time
-    observed: _Steps | None = None  # while the round runs
-    final: _Steps | None = None  # reported at its end
+    observed: _GoodputSteps | None = None  # while the round runs
+    final: _GoodputSteps | None = None  # reported at its end
 
 
 class Goodput:
@@ -100,7 +100,7 @@ class Goodput:
                     round.began = began if round.began is None else min(round.began, began)
             case StepsDone(number, rank, first, last, seconds):
                 if (round := self._round(number, first)) and (round.final is None or rank < round.final.rank):
-                    round.final = _Steps(rank, first, last, max(0.0, seconds))
+                    round.final = _GoodputSteps(rank, first, last, max(0.0, seconds))
             case JobClosed() if not record.node:
                 self._ended = record.at
 
@@ -109,7 +109,7 @@ class Goodput:
         round = self._rounds.get(number)
         if round is not None and round.began is not None and round.began[:2] == (rank, node):
             first, began = round.began[2:]
-            round.observed = _Steps(rank, first, step, max(0.0, at - began))
+            round.observed = _GoodputSteps(rank, first, step, max(0.0, at - began))
 
     def spent(self, now: float) -> Spent:
         """The totals at this time."""

@@ -50,15 +50,15 @@ class History:
         self._pending.append(sample)
         if len(self._pending) < self._stride:
             return
-        self._points.append(_merge(self._pending))
+        self._points.append(_merge_history_points(self._pending))
         self._pending = []
         if len(self._points) >= MAX_POINTS:
-            self._points = [_merge(self._points[i : i + 2]) for i in range(0, MAX_POINTS, 2)]
+            self._points = [_merge_history_points(self._points[i : i + 2]) for i in range(0, MAX_POINTS, 2)]
             self._stride *= 2
 
     def columns(self) -> dict[str, list[Any]]:
         """The values of each field, the oldest first; the last point may still change."""
-        points = [*self._points, *([_merge(self._pending)] if self._pending else [])]
+        points = [*self._points, *([_merge_history_points(self._pending)] if self._pending else [])]
         return {name: [getattr(point, name) for point in points] for name in NAMES}
 
 
@@ -67,7 +67,7 @@ def history_interval_s(nodes: int) -> float:
     return max(FIRST_INTERVAL_S, nodes / NODES_PER_SECOND)
 
 
-def measure(samples: Iterable[NodeSample], goodput: float | None, at: float) -> Point:
+def measure_history_point(samples: Iterable[NodeSample], goodput: float | None, at: float) -> Point:
     """One point from the samples of all nodes."""
     nodes = list(samples)
     times = sorted(1 / rank.steps_per_second for node in nodes for rank in node.ranks if rank.steps_per_second)
@@ -77,8 +77,8 @@ def measure(samples: Iterable[NodeSample], goodput: float | None, at: float) -> 
     filled = [gpu.memory_used / gpu.memory_total for gpu in gpus if gpu.memory_total and gpu.memory_used is not None]
     return Point(
         at,
-        step_time_p50=_step_time_percentile(times, 0.5),
-        step_time_p99=_step_time_percentile(times, 0.99),
+        step_time_p50=_history_percentile(times, 0.5),
+        step_time_p99=_history_percentile(times, 0.99),
         goodput=goodput,
         memory=max(memory, default=None),
         gpu=sum(busy) / len(busy) if busy else None,
@@ -86,16 +86,16 @@ def measure(samples: Iterable[NodeSample], goodput: float | None, at: float) -> 
     )
 
 
-def _step_time_percentile(ordered: list[float], share: float) -> float | None:
+def _history_percentile(ordered: list[float], share: float) -> float | None:
     """The smallest value that is not below this share of the values."""
     return ordered[max(0, ceil(share * len(ordered)) - 1)] if ordered else None
 
 
-def _merge(points: list[Point]) -> Point:
-    return Point(**{name: _merged(name, [getattr(point, name) for point in points]) for name in NAMES})
+def _merge_history_points(points: list[Point]) -> Point:
+    return Point(**{name: _merged_history_value(name, [getattr(point, name) for point in points]) for name in NAMES})
 
 
-def _merged(name: str, values: list[float | None]) -> Any:
+def _merged_history_value(name: str, values: list[float | None]) -> Any:
     known = [value for value in values if value is not None]
     if not known or name == "at":
         return values[0]

@@ -74,7 +74,7 @@ class Journal:
 
     def _append(self, record: EventRecord) -> None:
         self._records.append(record)
-        self._sizes.append(_size(record))
+        self._sizes.append(_journal_record_size(record))
         self._bytes += self._sizes[-1]
         while len(self._records) > MAX_RECORDS or self._bytes > MAX_BYTES:
             self._records.popleft()
@@ -84,17 +84,17 @@ class Journal:
             sink(record)
 
 
-def _size(record: EventRecord) -> int:
+def _journal_record_size(record: EventRecord) -> int:
     """Estimated bytes in memory.  Node names in the coordinator's own records are in memory anyway."""
     whole = bool(record.node)
-    return 200 + sum(_record_field_size(getattr(record.event, field.name), whole) for field in fields(record.event))
+    return 200 + sum(_journal_field_size(getattr(record.event, field.name), whole) for field in fields(record.event))
 
 
-def _record_field_size(value: Any, whole: bool) -> int:
+def _journal_field_size(value: Any, whole: bool) -> int:
     match value:
         case str():
             return 50 + len(value)
         case tuple():
-            return 50 + (sum(_record_field_size(item, whole) for item in value) if whole else 8 * len(value))
+            return 50 + (sum(_journal_field_size(item, whole) for item in value) if whole else 8 * len(value))
         case _:
             return 32

@@ -48,8 +48,8 @@ def log_line(event: Event) -> str:
         case events.ScaleRequested(nodes, accepted, why):
             return f"scale to {nodes} nodes" + ("" if accepted else f" rejected: {why}")
         case events.WarmedUp(start, preloaded, seconds, why, left_out):
-            what = f" preloaded={_log_line_list(preloaded, ',')}" if preloaded else ""
-            without = f" left_out={_log_line_list(left_out, '; ')!r}" if left_out else ""
+            what = f" preloaded={_names_in_log_line(preloaded, ',')}" if preloaded else ""
+            without = f" left_out={_names_in_log_line(left_out, '; ')!r}" if left_out else ""
             return f"start={start}{what} seconds={seconds:.2f}{without}" + (f" why={why!r}" if why else "")
         case events.StandbysReady(ready, memory, gpu_memory, seconds, until):
             ahead = f" ahead={until.count('elastic')}" if "elastic" in until else ""
@@ -67,6 +67,6 @@ def log_line(event: Event) -> str:
     return LOG_LINES.get(type(event), "").format(event)
 
 
-def _log_line_list(texts: tuple[str, ...], separator: str) -> str:
+def _names_in_log_line(texts: tuple[str, ...], separator: str) -> str:
     more = len(texts) - MAX_LISTED
     return separator.join((*texts[:MAX_LISTED], *((f"{more} more",) if more > 0 else ())))

@@ -60,7 +60,7 @@ REPLICATION_METRICS = (  # of a ReplicationStatus
     Metric(
         "ripstop_replication_lag_commits",
         "gauge",
-        "How many commits the copies on other nodes are behind the newest commit",
+        "Commits since the newest one that is completely copied to other nodes",
         ("state",),
         "commits",
     ),
@@ -97,7 +97,7 @@ HISTORY_METRICS = (  # of the Totals
     Metric(
         "ripstop_inplace_recoveries_total",
         "counter",
-        "Recoveries of a node in which workers kept their process",
+        "In-place recoveries, counted once for each node whose workers kept their process",
         field="inplace",
     ),
     Metric("ripstop_checkpoints_total", "counter", "Checkpoints that workers reported", field="checkpoints"),
@@ -144,9 +144,7 @@ RANK_METRICS = (  # of a RankSample
         _RANK,
         "processes",
     ),
-    Metric(
-        "ripstop_worker_log_bytes_total", "counter", "Bytes in a worker's log files of this round", _RANK, "log_bytes"
-    ),
+    Metric("ripstop_worker_log_bytes_total", "counter", "Bytes in a worker's log files", _RANK, "log_bytes"),
     Metric("ripstop_worker_step", "gauge", "Latest step that a worker reported", _RANK, "step"),
     Metric("ripstop_worker_steps_per_second", "gauge", "Steps per second of a worker", _RANK, "steps_per_second"),
     Metric("ripstop_worker_heartbeats_total", "counter", "Heartbeats of a worker in this round", _RANK, "beats"),
@@ -163,7 +161,13 @@ RANK_METRICS = (  # of a RankSample
     Metric("ripstop_state_bytes", "gauge", "Size of a worker's last commit", _RANK, "commit_bytes"),
 )
 STANDBY_METRICS = (  # of a StandbySample
-    Metric("ripstop_standby_memory_bytes", "gauge", "Memory that only this standby uses", _STANDBY, "memory"),
+    Metric(
+        "ripstop_standby_memory_bytes",
+        "gauge",
+        "Memory that a standby shares with no other process",
+        _STANDBY,
+        "memory",
+    ),
     Metric("ripstop_standby_gpu_memory_bytes", "gauge", "GPU memory of a standby", _STANDBY, "gpu_memory"),
 )
 GPU_METRICS = (  # of a GpuSample
@@ -189,8 +193,8 @@ GROUPS = (
 METRICS = {metric.name: metric for group in GROUPS for metric in group}
 
 
-def page(totals: Totals, status: JobStatus, samples: Samples, now: float) -> bytes:
-    metrics = _Page()
+def prometheus_page(totals: Totals, status: JobStatus, samples: Samples, now: float) -> bytes:
+    metrics = _PrometheusPage()
     _put_job(metrics, status)
     _put_history(metrics, totals, now)
     for node in status.nodes:
@@ -210,7 +214,7 @@ def page(totals: Totals, status: JobStatus, samples: Samples, now: float) -> byt
     return generate_latest(registry)
 
 
-def _put_job(metrics: "_Page", status: JobStatus) -> None:
+def _put_job(metrics: "_PrometheusPage", status: JobStatus) -> None:
     metrics.put("ripstop_job_info", 1, status.run_id)
     metrics.put_fields(JOB_METRICS, status)
     for phase in Phase:
@@ -225,7 +229,7 @@ def _put_job(metrics: "_Page", status: JobStatus) -> None:
         metrics.put("ripstop_nodes", states[state], state)
 
 
-def _put_history(metrics: "_Page", totals: Totals, now: float) -> None:
+def _put_history(metrics: "_PrometheusPage", totals: Totals, now: float) -> None:
     metrics.put_fields(HISTORY_METRICS, totals)
     for kind, count in sorted(totals.events.items()):
         metrics.put("ripstop_events_total", count, kind)
@@ -245,7 +249,7 @@ def _put_history(metrics: "_Page", totals: Totals, now: float) -> None:
         metrics.put_fields(GOODPUT_METRICS, spent)
 
 
-class _Page(Collector):
+class _PrometheusPage(Collector):
     """The samples of one page, by metric."""
 
     def __init__(self) -> None:

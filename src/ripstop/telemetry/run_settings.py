@@ -59,7 +59,7 @@ def setting_text(value: object) -> str:
     return str(value)
 
 
-def changed_settings(config: RunConfig) -> tuple[str, ...]:
+def changed_run_settings(config: RunConfig) -> tuple[str, ...]:
     """`name=value` of every setting that differs from its default."""
     defaults = dict(settings("", RunConfig(config.entry, config.run_id)))
     return tuple(
@@ -69,7 +69,7 @@ def changed_settings(config: RunConfig) -> tuple[str, ...]:
     )
 
 
-def program_text(entry: Entrypoint) -> str:
+def program_setting_text(entry: Entrypoint) -> str:
     """The command line of the workers without secrets."""
     match entry:
         case Script(path, args):
@@ -80,16 +80,16 @@ def program_text(entry: Entrypoint) -> str:
             words = list(argv)
         case _:
             return ""
-    return " ".join(map(_quoted_program_word, _redacted_program(words)))
+    return " ".join(map(_quoted_setting_word, _shown_program_setting(words)))
 
 
-def _quoted_program_word(word: str) -> str:
+def _quoted_setting_word(word: str) -> str:
     """For a shell, but `--token=***` needs no quotes."""
     rest = word.replace(HIDDEN, "x")
     return word if quote(rest) == rest else quote(word)
 
 
-def _redacted_program(words: Iterable[str]) -> Iterator[str]:
+def _shown_program_setting(words: Iterable[str]) -> Iterator[str]:
     is_next_secret = False
     for word in words:
         name, equals, _ = word.partition("=")
@@ -108,7 +108,7 @@ def _shown_setting(key: str, value: str) -> str:
     return HIDDEN if is_secret_name(key) else without_secrets(value)
 
 
-def torch_version() -> str:
+def torch_version_setting() -> str:
     """The version of the torch that workers import, from the name of its metadata; empty if there is none.
 
     The agent must not import torch, and `importlib.metadata` takes longer to import than this search.

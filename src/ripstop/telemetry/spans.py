@@ -145,7 +145,7 @@ class Spans:
         if self._goodput.has_steps:
             about["ripstop.goodput"] = self._goodput.spent(at).ratio
         parent = self._parent.span if self._parent else ""
-        return [Span(self._job, parent, "job", self._start, at, self._common | about, error=_error(closed))]
+        return [Span(self._job, parent, "job", self._start, at, self._common | about, error=_job_span_error(closed))]
 
     # events of the coordinator ----------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class Spans:
                 self._recovery = begun
             case events.JobClosed(outcome, why) as closed:
                 yield from self._abort_recovery(record.at, why)
-                yield from self._end_round(record.at, outcome, _error(closed), ())
+                yield from self._end_round(record.at, outcome, _job_span_error(closed), ())
                 self._closed = (record.at, closed)
 
     def _new_recovery(self, number: int, at: float, cause: str, why: str) -> _Recovery:
@@ -184,7 +184,7 @@ class Spans:
         records = list(self._round.records) if self._round else []
         about: Attributes = {"ripstop.round": number, "ripstop.cause": cause, "ripstop.why": why}
         old_nodes = self._round.nodes if self._round else None
-        about |= _culprit(cause, records) | _budget(records)
+        about |= _culprit_span_attributes(cause, records) | _budget_span_attributes(records)
         return _Recovery(number, context, at, at, about, links, records, old_nodes)
 
     def _end_round(self, at: float, cause: str, error: str, links: tuple[Context, ...]) -> Iterator[Span]:
@@ -193,7 +193,7 @@ class Spans:
         self._round = None
         about = self._common | {"ripstop.round": round.number} | round.attributes | {"ripstop.cause": cause}
         context = Context(self._job.trace, self._id(8, f"round {round.number}"))
-        explanation = _span_events(round.records)
+        explanation = _events_explaining_span(round.records)
         links = () if self._parent else links
         yield Span(context, self._job.span, "round", round.start, at, about, explanation, links, error)
 
@@ -301,7 +301,7 @@ class Spans:
         end = max([recovery.end, *(part.end for part in recovery.recovered.values())])
         parent = self._job.span if self._parent else ""
         about = self._common | recovery.attributes
-        explanation = _span_events(recovery.records)
+        explanation = _events_explaining_span(recovery.records)
         return Span(recovery.context, parent, "recovery", start, end, about, explanation, recovery.links, error)
 
     # events that explain the end of a round ---------------------------------------------------------------------------
@@ -354,20 +354,22 @@ def _span_phases(at: float, recovered: events.Recovered, stopped: float | None) 
         begins += seconds
 
 
-def _error(closed: events.JobClosed) -> str:
+def _job_span_error(closed: events.JobClosed) -> str:
     return "" if closed.outcome == Outcome.SUCCEEDED else closed.why
 
 
-def _span_events(records: Iterable[EventRecord]) -> tuple[SpanEvent, ...]:
-    return tuple(SpanEvent(record.at, event_kind(record.event), _attributes(record)) for record in records)
+def _events_explaining_span(records: Iterable[EventRecord]) -> tuple[SpanEvent, ...]:
+    return tuple(
+        SpanEvent(record.at, event_kind(record.event), _span_attributes_of_record(record)) for record in records
+    )
 
 
-def _attributes(record: EventRecord) -> Attributes:
+def _span_attributes_of_record(record: EventRecord) -> Attributes:
     hidden = ("v", "seq", "at", "kind") if record.node else ("v", "seq", "at", "kind", "node")
     return {f"ripstop.{name}": value for name, value in to_dict(record).items() if name not in hidden}
 
 
-def _culprit(cause: str, records: list[EventRecord]) -> Attributes:
+def _culprit_span_attributes(cause: str, records: list[EventRecord]) -> Attributes:
     """The first worker that failed, or the node that left or was lost."""
     match cause:
         case RoundEndCause.APPLICATION | RoundEndCause.INFRASTRUCTURE:
@@ -381,6 +383,6 @@ def _culprit(cause: str, records: list[EventRecord]) -> Attributes:
     return {}
 
 
-def _budget(records: list[EventRecord]) -> Attributes:
+def _budget_span_attributes(records: list[EventRecord]) -> Attributes:
     charges = [record.event for record in records if isinstance(record.event, events.BudgetCharged)]
     return {"ripstop.restarts_limit": charges[-1].limit} if charges else {}

@@ -53,7 +53,7 @@ class StderrHandler(logging.Handler):
 
     def _line(self, record: logging.LogRecord) -> str:
         if self._form is LogFormat.JSON:
-            return json_line(record)
+            return json_stderr_line(record)
         line = one_line(self.format(record))
         return colored_stderr_line(line, record.levelno) if self._colors else line
 
@@ -63,7 +63,7 @@ class StderrHandler(logging.Handler):
         return self._line(logging.makeLogRecord({"name": "ripstop", "msg": text, **level}))
 
 
-def log_event(log: logging.Logger, record: EventRecord, level: int = logging.INFO) -> None:
+def log_event_to_stderr(log: logging.Logger, record: EventRecord, level: int = logging.INFO) -> None:
     """Log an event.  One without a line of its own is logged for debugging."""
     if text := log_line(record.event):
         log.log(level, "%s", text, extra={"event": record})
@@ -79,7 +79,7 @@ def colored_stderr_line(line: str, level: int) -> str:
     return f"{DIM}{start}{RESET}{color}{mark}{message}{RESET if color else ''}{newline}{rest}"
 
 
-def json_line(record: logging.LogRecord) -> str:
+def json_stderr_line(record: logging.LogRecord) -> str:
     """One object: time, level, logger, message, and the event that the line is about."""
     fields: dict[str, Any] = {
         "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{record.msecs:03.0f}Z",
@@ -118,7 +118,7 @@ def log_to_stderr(
             live.close()
 
 
-class StderrPrinter(Struct, frozen=True):
+class StderrLogPrinter(Struct, frozen=True):
     """Prints what follows the log, in the form of the log: the result of `ripstop COMMAND`."""
 
     command: str
@@ -130,6 +130,6 @@ class StderrPrinter(Struct, frozen=True):
             return
         if self.settings.format is LogFormat.JSON:
             kind = {"levelno": level, "levelname": logging.getLevelName(level)}
-            shown = json_line(logging.makeLogRecord({"name": "ripstop", "msg": "%s", "args": (text,), **kind}))
+            shown = json_stderr_line(logging.makeLogRecord({"name": "ripstop", "msg": "%s", "args": (text,), **kind}))
         with suppress(OSError):  # the console is closed; the files and the exit code matter more
             print(shown or f"ripstop {self.command}: {text}", file=sys.stderr, flush=True)

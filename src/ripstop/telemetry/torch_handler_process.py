@@ -16,7 +16,7 @@ MAX_EVENT_BYTES = 1 << 20
 NAMES = ("null", "console", "dynamic_rendezvous")  # torch's own; the last one is a null handler, too
 
 
-def find_handler(name: str) -> logging.Handler:
+def find_torch_handler_in_process(name: str) -> logging.Handler:
     """Raises LookupError for an unknown name, TypeError if the object is not a handler."""
     if name in NAMES:
         return logging.StreamHandler() if name == "console" else logging.NullHandler()
@@ -34,9 +34,9 @@ def find_handler(name: str) -> logging.Handler:
 def main(fd: int, name: str) -> int:
     logging.raiseExceptions = False  # no traceback for each event that cannot be written
     try:
-        handler = find_handler(name)
+        handler = find_torch_handler_in_process(name)
     except Exception as error:
-        return _log_failure(name, error)
+        return _log_handler_process_failure(name, error)
     logger = logging.Logger(f"torchelastic-events-{name}")
     logger.addHandler(handler)
     failure_logged = False
@@ -45,12 +45,12 @@ def main(fd: int, name: str) -> int:
             try:
                 logger.info(event.decode("utf-8", "replace"))
             except Exception as error:
-                failure_logged = failure_logged or bool(_log_failure(name, error))
+                failure_logged = failure_logged or bool(_log_handler_process_failure(name, error))
     logging.shutdown()
     return 0
 
 
-def _log_failure(name: str, error: Exception) -> int:
+def _log_handler_process_failure(name: str, error: Exception) -> int:
     print(f"ripstop: the event handler {name} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     return 1
 

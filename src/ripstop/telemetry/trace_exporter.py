@@ -215,8 +215,11 @@ def sdk_span(span: Span, resource: Any) -> "ReadableSpan":
         context=context(span.context.trace, span.context.span),
         parent=context(span.context.trace, span.parent) if span.parent else None,
         resource=resource,
-        attributes=_valid_utf8(span.attributes),
-        events=[Event(event.name, _valid_utf8(event.attributes), _nanoseconds(event.at)) for event in span.events],
+        attributes=_exportable_trace_attributes(span.attributes),
+        events=[
+            Event(event.name, _exportable_trace_attributes(event.attributes), _nanoseconds(event.at))
+            for event in span.events
+        ],
         links=[Link(context(link.trace, link.span)) for link in span.links],
         status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
         start_time=_nanoseconds(span.start),
@@ -225,7 +228,7 @@ def sdk_span(span: Span, resource: Any) -> "ReadableSpan":
     )
 
 
-def _valid_utf8(attributes: Attributes) -> Attributes:
+def _exportable_trace_attributes(attributes: Attributes) -> Attributes:
     """Protobuf rejects lone surrogates, which JSON from a node can contain."""
     return {name: without_surrogates(value) if isinstance(value, str) else value for name, value in attributes.items()}
 

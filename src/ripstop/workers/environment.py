@@ -39,7 +39,11 @@ def local_environment(
 
     With `virtual_local_rank`, every worker has local rank 0 and sees only its own GPU.
     """
-    virtual = {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": _gpu(base, local_rank)} if virtual_local_rank else {}
+    virtual = (
+        {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": _worker_environment_gpu(base, local_rank)}
+        if virtual_local_rank
+        else {}
+    )
     return shared_environment(base, slots) | {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(slots)} | virtual
 
 
@@ -91,7 +95,7 @@ def worker_environment(
     )
 
 
-def _gpu(base: Mapping[str, str], local_rank: int) -> str:
+def _worker_environment_gpu(base: Mapping[str, str], local_rank: int) -> str:
     """The number or UUID of this worker's GPU."""
     if "CUDA_VISIBLE_DEVICES" not in base:
         return str(local_rank)

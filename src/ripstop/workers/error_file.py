@@ -39,7 +39,7 @@ def record(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         except Exception as error:
             if path := error_file_path():
-                write_error_file(path, describe(error))
+                write_error_file(path, error_file_content(error))
             raise
 
     return recorded
@@ -62,23 +62,23 @@ def show_crashes() -> None:
             faulthandler.enable(2, all_threads=True)
 
 
-def describe(error: BaseException) -> dict[str, Any]:
+def error_file_content(error: BaseException) -> dict[str, Any]:
     """The content of an error file."""
     import traceback
 
-    stack = "".join(traceback.format_exception(type(error), error, user_frames(error.__traceback__)))
+    stack = "".join(traceback.format_exception(type(error), error, error_file_traceback(error.__traceback__)))
     return {
         "message": {
-            "message": _shortened_error(f"{type(error).__name__}: {_error_text(error)}", _MAX_MESSAGE_CHARS),
+            "message": _error_file_excerpt(f"{type(error).__name__}: {_error_file_message(error)}", _MAX_MESSAGE_CHARS),
             "extraInfo": {
-                "py_callstack": _shortened_error(stack, _MAX_TRACEBACK_CHARS),
+                "py_callstack": _error_file_excerpt(stack, _MAX_TRACEBACK_CHARS),
                 "timestamp": str(int(time.time())),
             },
         }
     }
 
 
-def user_frames(trace: TracebackType | None) -> TracebackType | None:
+def error_file_traceback(trace: TracebackType | None) -> TracebackType | None:
     """The traceback without ripstop's frames at its beginning, if it has others."""
     inner = trace
     while inner is not None and str(inner.tb_frame.f_globals.get("__name__")).startswith("ripstop."):
@@ -134,13 +134,13 @@ def _overwrite_error_file(path: str, text: str) -> None:
         file.write(text)
 
 
-def _error_text(error: BaseException) -> str:
+def _error_file_message(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as flaw:
         return f"<its text cannot be made: {type(flaw).__name__}>"
 
 
-def _shortened_error(text: str, size: int) -> str:
+def _error_file_excerpt(text: str, size: int) -> str:
     """The first third and the last two thirds: a traceback's end is where it failed."""
     return text if len(text) <= size else f"{text[: size // 3]}\n  …\n{text[-size * 2 // 3 :]}"

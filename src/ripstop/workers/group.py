@@ -26,7 +26,7 @@ from signal import SIGCONT, SIGKILL, SIGTERM
 from ripstop.model.errors import StartError, UnkillableError
 from ripstop.system import linux
 from ripstop.workers.processes import KILL_TIMEOUT_S, Children, ProcessExit
-from ripstop.workers.spawner import ProcessSpec, Starter
+from ripstop.workers.spawner import ProcessSpec, WorkerSpawner
 
 MAX_GENERATIONS = 8  # between a worker and a descendant outside of its session
 
@@ -41,7 +41,7 @@ class Group:
     """`specs` are in the order of local ranks; `on_exit` is called once for each worker, in the event loop."""
 
     def __init__(
-        self, children: Children, spawner: Starter, specs: Sequence[ProcessSpec], on_exit: Callable[[Exit], None]
+        self, children: Children, spawner: WorkerSpawner, specs: Sequence[ProcessSpec], on_exit: Callable[[Exit], None]
     ) -> None:
         self._children = children
         self._spawner = spawner

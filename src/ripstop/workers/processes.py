@@ -221,7 +221,7 @@ class Children:
         pidfds = {pid: pidfd for pid in leftovers if (pidfd := _open_pidfd(pid)) is not None}
         try:
             for pid, pidfd in pidfds.items():
-                if not _send(pidfd, signum):
+                if not _signal_process(pidfd, signum):
                     self._give_up(pid, "it runs as another user")
             async with asyncio.timeout(timeout):
                 for pid, pidfd in pidfds.items():
@@ -308,7 +308,7 @@ def _open_pidfd(pid: int) -> int | None:
         return None
 
 
-def _send(pidfd: int, signum: signal.Signals) -> bool:
+def _signal_process(pidfd: int, signum: signal.Signals) -> bool:
     """False if this user must not signal the process."""
     try:
         signal.pidfd_send_signal(pidfd, signum)

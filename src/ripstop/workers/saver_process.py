@@ -24,7 +24,7 @@ from typing import Any
 from ripstop.model.config import Checkpoints
 from ripstop.model.errors import StartError, UsageError
 from ripstop.workers.processes import Children, ProcessExit
-from ripstop.workers.spawner import MAX_SAVED_BUFFERS, ProcessSpec, SaveState, Starter
+from ripstop.workers.spawner import MAX_SAVED_BUFFERS, ProcessSpec, SaveState, WorkerSpawner
 
 log = logging.getLogger("ripstop.workers")
 
@@ -66,7 +66,7 @@ class SaverProcess:
                 self.buffers[rank] = slot, os.dup(fd)
         except OSError as error:
             why = f"the agent cannot keep its buffers: {error.strerror}; raise `ulimit -n`"
-            _warn_not_saved(self.name, self.commit, why)
+            _warn_saver_process_saved_nothing(self.name, self.commit, why)
             return False
         return True
 
@@ -81,7 +81,7 @@ class SaverProcesses:
         self,
         config: Checkpoints,
         run_id: str,
-        spawner: Starter,
+        spawner: WorkerSpawner,
         env: Mapping[str, str],
         children: Children,
         run_task: Callable[[Coroutine[Any, Any, None]], None],
@@ -136,7 +136,7 @@ class SaverProcesses:
             return
         if self._is_closing or len(buffers) > MAX_SAVED_BUFFERS:
             too_many = f"this node has {len(buffers)} workers; a saver can take {MAX_SAVED_BUFFERS}"
-            _warn_not_saved(name, commit, "the agent is ending" if self._is_closing else too_many)
+            _warn_saver_process_saved_nothing(name, commit, "the agent is ending" if self._is_closing else too_many)
             return
         save = SaverProcess(name, commit, world_size)
         if not save.add(buffers):
@@ -145,7 +145,7 @@ class SaverProcesses:
             self._begin(save)
         else:
             if (older := self._next.pop(name, None)) is not None:
-                _warn_not_saved(name, older.commit, f"commit {commit[1]} takes its place")
+                _warn_saver_process_saved_nothing(name, older.commit, f"commit {commit[1]} takes its place")
                 older.close()
             self._next[name] = save
 
@@ -171,7 +171,7 @@ class SaverProcesses:
         except OSError as error:
             self._forget(save)
             why = f"the agent has no descriptor for it: {error.strerror}; raise `ulimit -n`"
-            _warn_not_saved(save.name, save.commit, why)
+            _warn_saver_process_saved_nothing(save.name, save.commit, why)
             return
         try:
             entry = SaveState((reply_end, *(save.buffers[rank][1] for rank in ranks)), json.dumps(settings))
@@ -182,7 +182,7 @@ class SaverProcesses:
             self._forget(save)
             if not isinstance(error, StartError):
                 raise
-            _warn_not_saved(save.name, save.commit, str(error))
+            _warn_saver_process_saved_nothing(save.name, save.commit, str(error))
         finally:
             os.close(reply_end)
 
@@ -198,7 +198,7 @@ class SaverProcesses:
             found = {"problem": f"the saver pid={end.pid} died: {how}"}
         match found:
             case {"problem": problem}:
-                _warn_not_saved(save.name, save.commit, problem)
+                _warn_saver_process_saved_nothing(save.name, save.commit, problem)
             case {"path": path, "bytes": size, "seconds": seconds, "opaque": opaque}:
                 text = "state %r: commit %d is saved path=%s bytes=%d seconds=%.2f"
                 log.info(text, save.name, number, path, size, seconds)
@@ -223,7 +223,7 @@ class SaverProcesses:
                 while self._saves:
                     await next(iter(self._saves.values())).has_ended.wait()
         for save in self._next.values():
-            _warn_not_saved(save.name, save.commit, f"{shutdown:.0f} s were not enough")
+            _warn_saver_process_saved_nothing(save.name, save.commit, f"{shutdown:.0f} s were not enough")
             save.close()
         self._next.clear()
         running = [save for save in self._saves.values() if save.pid]
@@ -234,5 +234,5 @@ class SaverProcesses:
             await save.has_ended.wait()
 
 
-def _warn_not_saved(name: str, commit: tuple[int, int], why: str) -> None:
+def _warn_saver_process_saved_nothing(name: str, commit: tuple[int, int], why: str) -> None:
     log.warning("state %r: commit %d is not saved: %s", name, commit[1], why)

@@ -96,7 +96,7 @@ class ProcessSpec(Struct, frozen=True):
     exit_signal: int = 0  # a forked worker exits at this signal, with its number as exit code; 0: none
 
 
-class Starter(Protocol):
+class WorkerSpawner(Protocol):
     """Starts workers for the agent."""
 
     @property
@@ -175,7 +175,7 @@ class Spawner:
         while deaths < 2 and changes < MAX_CHANGES:
             await self.wait_ready()
             self._has_changed = False
-            if (pids := await uninterrupted(self.children, self._spawn(specs))) is not None:
+            if (pids := await wait_for_spawned_pids(self.children, self._spawn(specs))) is not None:
                 return pids
             deaths += not self._has_changed
             changes += self._has_changed
@@ -236,7 +236,7 @@ class Spawner:
             self._launch()
         seconds = 0.0
         while self._ready is None:
-            match await receive_from_spawned(self._socket):
+            match await receive_spawner_message(self._socket):
                 case None if self._start is StartMethod.ZYGOTE and self._preload is None and not self._plans:
                     self._reap()  # an import of the script's has ended it
                     self._try_again({"careful": True})
@@ -298,12 +298,12 @@ class Spawner:
         """One exchange with the zygote; None if it is dead, and these processes with it."""
         import asyncio
 
-        fds = [fd for spec in specs for fd in _descriptors(spec.entry)]
+        fds = [fd for spec in specs for fd in _spawner_entry_descriptors(spec.entry)]
         pids: list[int] = []
         try:
             async with asyncio.timeout(_FORK_TIMEOUT_S):
-                await send_to_spawned(self._socket, [self.request(spec) for spec in specs], fds)
-                match await receive_from_spawned(self._socket):
+                await send_spawner_message(self._socket, [self.request(spec) for spec in specs], fds)
+                match await receive_spawner_message(self._socket):
                     case None:
                         return None
                     case {"changed": path}:
@@ -319,8 +319,8 @@ class Spawner:
                         pids = forked
                 for pid in pids:
                     self.children.claim(pid)
-                await send_to_spawned(self._socket, "go")
-                if await receive_from_spawned(self._socket) is not None:
+                await send_spawner_message(self._socket, "go")
+                if await receive_spawner_message(self._socket) is not None:
                     return pids
         except TimeoutError:
             os.kill(self._pid, signal.SIGKILL)
@@ -351,8 +351,8 @@ class Spawner:
             case SaveState(settings=settings):
                 return request | {"what": "save", "settings": settings}
             case entry if self._start is StartMethod.ZYGOTE and zygote_key(entry) == key != ("command", ""):
-                zygote_args = len(_spawn_args(self._entry))
-                return request | {"what": "run", "args": _spawn_args(entry), "zygote_args": zygote_args}
+                zygote_args = len(_spawner_entry_args(self._entry))
+                return request | {"what": "run", "args": _spawner_entry_args(entry), "zygote_args": zygote_args}
             case entry:
                 return request | {"what": "exec", "argv": spawn_command_line(entry)}
 
@@ -360,7 +360,7 @@ class Spawner:
 # messages -------------------------------------------------------------------------------------------------------------
 
 
-async def send_to_spawned(channel_socket: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
+async def send_spawner_message(channel_socket: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
     from asyncio import get_running_loop
 
     frame = channel.encode_channel_message(message)
@@ -370,14 +370,14 @@ async def send_to_spawned(channel_socket: socket.socket, message: Any, fds: Sequ
     await get_running_loop().sock_sendall(channel_socket, frame)
 
 
-async def receive_from_spawned(channel_socket: socket.socket) -> Any:
+async def receive_spawner_message(channel_socket: socket.socket) -> Any:
     """The next message of the zygote or a standby; None if it has ended."""
-    head = await _read_from_spawned(channel_socket, channel.LENGTH_BYTES)
-    body = await _read_from_spawned(channel_socket, int.from_bytes(head, "big")) if head else b""
+    head = await _read_spawner_bytes(channel_socket, channel.LENGTH_BYTES)
+    body = await _read_spawner_bytes(channel_socket, int.from_bytes(head, "big")) if head else b""
     return marshal.loads(body) if body else None
 
 
-async def _read_from_spawned(channel_socket: socket.socket, size: int) -> bytes:
+async def _read_spawner_bytes(channel_socket: socket.socket, size: int) -> bytes:
     from asyncio import get_running_loop
 
     data = b""
@@ -392,7 +392,7 @@ async def _read_from_spawned(channel_socket: socket.socket, size: int) -> bytes:
     return data
 
 
-async def uninterrupted(children: Children, start: Awaitable[list[int] | None]) -> list[int] | None:
+async def wait_for_spawned_pids(children: Children, start: Awaitable[list[int] | None]) -> list[int] | None:
     """Wait for the pids of a start that cannot be interrupted; a cancelled call kills the processes, then raises."""
     import asyncio
 
@@ -430,7 +430,7 @@ def zygote_key(entry: Entrypoint) -> tuple[str, str]:
             return "command", ""
 
 
-def _descriptors(entry: Entrypoint | ServeStore | WaitAsStandby | SaveState) -> tuple[int, ...]:
+def _spawner_entry_descriptors(entry: Entrypoint | ServeStore | WaitAsStandby | SaveState) -> tuple[int, ...]:
     """What the process receives; only one process of a request may have any."""
     match entry:
         case ServeStore(fd=fd) | WaitAsStandby(fd=fd):
@@ -440,7 +440,7 @@ def _descriptors(entry: Entrypoint | ServeStore | WaitAsStandby | SaveState) -> 
     return ()
 
 
-def _spawn_args(entry: Entrypoint) -> list[str]:
+def _spawner_entry_args(entry: Entrypoint) -> list[str]:
     match entry:
         case Script(args=args) | Module(args=args):
             return list(args)

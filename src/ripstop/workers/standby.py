@@ -35,9 +35,9 @@ from ripstop.workers.spawner import (
     ProcessSpec,
     Spawner,
     WaitAsStandby,
-    receive_from_spawned,
-    send_to_spawned,
-    uninterrupted,
+    receive_spawner_message,
+    send_spawner_message,
+    wait_for_spawned_pids,
 )
 from ripstop.workers.zygote.channel import CHECK, encode_channel_message
 
@@ -84,7 +84,7 @@ class _Process(Struct, eq=False):
 
 
 class Standbys:
-    """A `Starter`.  `places` are by local rank; `record` takes events for operators.
+    """A `WorkerSpawner`.  `places` are by local rank; `record` takes events for operators.
 
     `shadowed_spec` gives the worker that a run-ahead standby of this local rank shadows; it may raise OSError.
     """
@@ -118,7 +118,7 @@ class Standbys:
         self.taken_run_ahead = 0  # of these, how many were run-ahead standbys
         self._run(self._begin())
 
-    # as a starter -----------------------------------------------------------------------------------------------------
+    # as a spawner -----------------------------------------------------------------------------------------------------
 
     @property
     def children(self) -> Children:
@@ -132,7 +132,7 @@ class Standbys:
         if all(spec.local_rank is None for spec in specs):
             return await self._spawner.spawn(specs)
         await self._spawner.wait_ready()
-        return await uninterrupted(self.children, self._spawn(specs)) or []
+        return await wait_for_spawned_pids(self.children, self._spawn(specs)) or []
 
     async def stop(self) -> None:
         """End all standbys, and make none any more."""
@@ -197,7 +197,7 @@ class Standbys:
     async def _make(self, rank: int, until: StandbyUntil) -> None:
         place = self._places[rank]
         await self._wait_for_ends()  # an earlier one may still hold memory
-        if self._config.auto and (why := await _why_too_little_memory(place.env)):
+        if self._config.auto and (why := await _why_standby_lacks_memory(place.env)):
             level = logging.DEBUG if rank in self._declined else logging.INFO
             self._declined.add(rank)
             self._record(events.StandbyDiscarded(rank, f"not made: {why}"), level)
@@ -210,7 +210,7 @@ class Standbys:
                 return
             runs_ahead = until is StandbyUntil.ELASTIC
             shadowed = self._shadowed_spec(rank) if self._shadowed_spec and runs_ahead else None
-            process = await self._fork_standby(rank, place, shadowed)
+            process = await self._spawn_standby(rank, place, shadowed)
         except (StartError, OSError) as error:
             self._feed(policy.StandbyFailed(rank, str(error)))
             return
@@ -218,29 +218,29 @@ class Standbys:
             self._end(process)  # the zygote was so slow that the policy has given it up
             return
         self._processes[rank] = process
-        match await receive_from_spawned(process.control):
+        match await receive_spawner_message(process.control):
             case {"ready": {"memory": memory, "gpu_memory": gpu_memory}}:
                 process.was_ready, process.memory, process.gpu_memory = True, memory, gpu_memory
-                await self._on_ready(process)
+                await self._accept_ready_standby(process)
             case {"failed": why}:
                 self._feed(policy.StandbyFailed(rank, _with_standby_output(process, why)))
             case _:
                 pass  # `_on_end` follows
 
-    async def _on_ready(self, process: _Process) -> None:
+    async def _accept_ready_standby(self, process: _Process) -> None:
         """Accept a standby that reports ready.
 
         With `auto`, check GPU memory again if it has run the script, which may have used some.
         """
         rank = process.local_rank
         is_checked = self._config.auto and process.until is StandbyUntil.ELASTIC
-        if is_checked and (why := await _why_too_little_memory(process.place.env)):
+        if is_checked and (why := await _why_standby_lacks_memory(process.place.env)):
             self._feed(policy.StandbyFailed(rank, f"it has run the script, and now {why}"))
         elif self._processes.get(rank) is process:
             self._feed(policy.WarmedUp(rank))
             self._record_ready()
 
-    async def _fork_standby(self, rank: int, place: Place, shadowed: ProcessSpec | None) -> _Process:
+    async def _spawn_standby(self, rank: int, place: Place, shadowed: ProcessSpec | None) -> _Process:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -260,7 +260,7 @@ class Standbys:
 
     def _may_use_gpu(self) -> bool:
         """False if the script sets a variable of CUDA or NCCL: they read their variables once, before the script."""
-        variable = standby_conflicting_variable(self._script)
+        variable = standby_conflict_in_script(self._script)
         if variable and not self._has_said_variable:
             self._has_said_variable = True
             log.warning(
@@ -357,8 +357,8 @@ class Standbys:
         reply = None
         with suppress(TimeoutError, OSError):
             async with asyncio.timeout(TAKE_TIMEOUT_S):
-                await send_to_spawned(process.control, self._spawner.request(spec))
-                reply = await receive_from_spawned(process.control)
+                await send_spawner_message(process.control, self._spawner.request(spec))
+                reply = await receive_spawner_message(process.control)
         if reply == "taken":
             self.children.spared.discard(process.pid)
             self._forget(process)
@@ -398,7 +398,7 @@ class Standbys:
                     self._record_ready()
                 case policy.ReportFailure(rank, why, is_final, is_news, until):
                     level = logging.WARNING if is_news else logging.DEBUG
-                    text = f"{why or _too_slow(until)}; {CONSEQUENCES[until, is_final]}"
+                    text = f"{why or _why_standby_timed_out(until)}; {CONSEQUENCES[until, is_final]}"
                     self._record(events.StandbyDiscarded(rank, text), level)
         self._set_timer()
 
@@ -449,7 +449,7 @@ class Standbys:
         self._loop.call_soon(process.control.close)  # when the reader does not wait on it any more
 
 
-def standby_conflicting_variable(script: Path | None) -> str:
+def standby_conflict_in_script(script: Path | None) -> str:
     """The variable of CUDA or NCCL that this script sets; empty if none."""
     text = ""
     if script is not None:
@@ -458,7 +458,7 @@ def standby_conflicting_variable(script: Path | None) -> str:
     return next((match[match.lastindex or 0] for match in SETS_GPU_VARIABLE.finditer(text)), "")
 
 
-def _too_slow(until: StandbyUntil) -> str:
+def _why_standby_timed_out(until: StandbyUntil) -> str:
     if until is StandbyUntil.SCRIPT:
         return f"the warm-up took longer than {policy.WARM_UP_TIMEOUT_S:g} s"
     return f"the script called no function with @train.elastic within {policy.RUN_AHEAD_TIMEOUT_S:g} s"
@@ -477,7 +477,7 @@ def _how_standby_ended(process: _Process, end: ProcessExit) -> str:
     return f"it was killed by {signal.Signals(end.signal).name}{hint}"
 
 
-async def _why_too_little_memory(env: Mapping[str, str]) -> str:
+async def _why_standby_lacks_memory(env: Mapping[str, str]) -> str:
     """Why a standby would take memory that the worker on this GPU may need; "" if there is enough, or no GPU."""
     try:
         read = partial(free_memory, env.get("CUDA_VISIBLE_DEVICES"), int(env["LOCAL_RANK"]))

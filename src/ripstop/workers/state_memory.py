@@ -139,7 +139,7 @@ class StateMemory:
             return
         connection.setblocking(False)
         self._connections.add(connection)
-        self._loop.add_reader(connection, self._serve, connection, _state_peer_pid(connection))
+        self._loop.add_reader(connection, self._serve, connection, _state_memory_peer_pid(connection))
 
     def _accept_again(self, listening: socket.socket) -> None:
         if self._socket is listening:  # not closed meanwhile
@@ -147,7 +147,7 @@ class StateMemory:
 
     def _serve(self, connection: socket.socket, pid: int) -> None:
         try:
-            data, fds = _receive_state_request(connection)
+            data, fds = _receive_state_memory_request(connection)
         except BlockingIOError:
             return
         except OSError:
@@ -368,7 +368,7 @@ class StateMemory:
     def end_after_commit(self, round: int, workers: int) -> str:
         """Let the workers make one more commit, after the same step, and wait; why this is not possible, or ""."""
         listeners = [connection for connection in self._listeners if self._rounds.get(connection) == round]  # rule 5
-        found = len({_state_peer_pid(connection) for connection in listeners})  # a worker has one or more States
+        found = len({_state_memory_peer_pid(connection) for connection in listeners})  # a worker has one or more States
         if found < workers:
             return f"only {found} of {workers} workers of a node have a train.State with a commit"
         self._ending = set(listeners)
@@ -381,7 +381,7 @@ class StateMemory:
         Workers with the pids `kept` go on in place.  They wait until they learn of their next round.
         """
         find = self._elastic.find_worker if self._elastic is not None else int
-        released = {connection for connection in self._ending if find(_state_peer_pid(connection)) not in kept}
+        released = {connection for connection in self._ending if find(_state_memory_peer_pid(connection)) not in kept}
         self._ending -= released
         self._tell(released)
 
@@ -457,13 +457,13 @@ class StateMemory:
         self._buffers.clear()
 
 
-def _state_peer_pid(connection: socket.socket) -> int:
+def _state_memory_peer_pid(connection: socket.socket) -> int:
     pid: int
     pid, _, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid
 
 
-def _receive_state_request(connection: socket.socket) -> tuple[bytes, list[int]]:
+def _receive_state_memory_request(connection: socket.socket) -> tuple[bytes, list[int]]:
     data, ancillary, _, _ = connection.recvmsg(
         MAX_REQUEST_BYTES + 1, socket.CMSG_SPACE(MAX_SLOTS * 4), socket.MSG_CMSG_CLOEXEC
     )

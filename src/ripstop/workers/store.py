@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from ripstop.model.errors import StartError
 from ripstop.system.network import bind_socket
 from ripstop.workers.processes import Children, ProcessExit
-from ripstop.workers.spawner import ProcessSpec, ServeStore, Starter
+from ripstop.workers.spawner import ProcessSpec, ServeStore, WorkerSpawner
 
 log = logging.getLogger("ripstop.workers")
 
@@ -37,7 +37,7 @@ class RoundStore:
     def __init__(self, host: str, port: int = 0) -> None:
         self._host = host
         self._socket: socket.socket | None
-        self._socket, self._reserved = _open_store_sockets(host, port)
+        self._socket, self._reserved = _open_round_store_sockets(host, port)
         self.port: int = self._socket.getsockname()[1]
         self._start: asyncio.Task[None] | None = None
         self._watched: asyncio.AbstractEventLoop | None = None
@@ -47,12 +47,12 @@ class RoundStore:
         self._has_ended = asyncio.Event()
         self._has_ended.set()
 
-    def prepare(self, spawner: Starter, env: Mapping[str, str], children: Children) -> None:
+    def prepare(self, spawner: WorkerSpawner, env: Mapping[str, str], children: Children) -> None:
         """Start the store process before the round."""
         if self._socket is not None and self._start is None and not self._closing:
             self._start = asyncio.ensure_future(self._hand_over(spawner, env, children))
 
-    def serve(self, spawner: Starter, env: Mapping[str, str], children: Children) -> None:
+    def serve(self, spawner: WorkerSpawner, env: Mapping[str, str], children: Children) -> None:
         """The round begins: start the store process at the first connection, unless it is prepared."""
         if self._socket is None or self._is_serving:
             return
@@ -65,11 +65,11 @@ class RoundStore:
         self._watched = asyncio.get_running_loop()
         self._watched.add_reader(self._socket.fileno(), self._connected, spawner, env, children)
 
-    def _connected(self, spawner: Starter, env: Mapping[str, str], children: Children) -> None:
+    def _connected(self, spawner: WorkerSpawner, env: Mapping[str, str], children: Children) -> None:
         self._unwatch()
         self._start = asyncio.ensure_future(self._hand_over(spawner, env, children))
 
-    async def _hand_over(self, spawner: Starter, env: Mapping[str, str], children: Children) -> None:
+    async def _hand_over(self, spawner: WorkerSpawner, env: Mapping[str, str], children: Children) -> None:
         assert self._socket is not None
         spec = ProcessSpec(env, ServeStore(self._socket.fileno(), self._host, self.port))
         try:
@@ -114,17 +114,17 @@ class RoundStore:
             self._socket = None
 
 
-def _open_store_sockets(host: str, port: int) -> tuple[socket.socket, socket.socket | None]:
+def _open_round_store_sockets(host: str, port: int) -> tuple[socket.socket, socket.socket | None]:
     """A listening socket, and one that reserves the next port."""
     for _ in range(1 if port else _PAIR_ATTEMPTS):
         listener = _listen_for_store(host, port)
-        if (reserved := _reserve_after_store(listener)) is not None or port:
+        if (reserved := _bind_after_round_store(listener)) is not None or port:
             return listener, reserved
         listener.close()
     return _listen_for_store(host, port), None
 
 
-def _reserve_after_store(listener: socket.socket) -> socket.socket | None:
+def _bind_after_round_store(listener: socket.socket) -> socket.socket | None:
     address, port, *rest = listener.getsockname()
     try:
         reserved = socket.socket(listener.family, socket.SOCK_STREAM)

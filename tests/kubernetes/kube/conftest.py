@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from ripstop.kubernetes import deploy
-from ripstop.kubernetes.kube_client import KubeClient, core_path
+from ripstop.kubernetes.kube_client import KubeClient, kube_core_path
 from tests.kubernetes.kube.lab import Operators, Place, apply, collection, eventually, exists, service_account_config
 from tests.kubernetes.kube.nodes import first_node, operators_deployment
 
@@ -37,7 +37,7 @@ def cluster(admin: dict[str, Any]) -> Iterator[KubeClient]:
     """The cluster, with our definition and rights."""
     cluster = KubeClient()
     # without the definition's rules, so that the operator sees what an older cluster would let through
-    brought = [item for item in deploy.objects(home=HOME, rules=False) if item["kind"] != "Deployment"]
+    brought = [item for item in deploy.objects_to_deploy(home=HOME, rules=False) if item["kind"] != "Deployment"]
     ours = [item for item in brought if apply(cluster, item)]
     definition = f"{collection(brought[0])}/{brought[0]['metadata']['name']}"
     eventually(lambda: "Established" in json.dumps(cluster.get(definition)["status"]["conditions"]))
@@ -108,7 +108,7 @@ def operators_pod(cluster: KubeClient, kubectl: str) -> Iterator[str]:
     cluster.create(collection(deployment), deployment)
     try:
         eventually(lambda: cluster.get(path)["status"]["readyReplicas"] == 1, 60)
-        pods = cluster.list(core_path(HOME, "pods"), labelSelector=f"app.kubernetes.io/name={deploy.NAME}")
+        pods = cluster.list(kube_core_path(HOME, "pods"), labelSelector=f"app.kubernetes.io/name={deploy.NAME}")
         (pod,) = [p for p in pods if p["status"].get("phase") == "Running" and "deletionTimestamp" not in p["metadata"]]
         yield pod["metadata"]["name"]
     finally:

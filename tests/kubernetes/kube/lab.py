@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 
 from ripstop.kubernetes import deploy
-from ripstop.kubernetes.kube_client import ApiError, Conflict, KubeClient, NotFound, core_path, jobs_path
+from ripstop.kubernetes.kube_client import ApiError, Conflict, KubeClient, NotFound, kube_core_path, kube_jobs_path
 from ripstop.kubernetes.manifests import JOB
 from ripstop.kubernetes.spec import GROUP, KIND, VERSION
 
@@ -81,7 +81,7 @@ def exists(cluster: KubeClient, item: dict[str, Any]) -> bool:
 
 def service_account_config(cluster: KubeClient, admin: dict[str, Any], home: str, path: Path) -> Path:
     """A kubeconfig of the operator's service account."""
-    account = core_path(home, "serviceaccounts", f"{deploy.NAME}/token")
+    account = kube_core_path(home, "serviceaccounts", f"{deploy.NAME}/token")
     request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 7200}}
     token = cluster.create(account, request)["status"]["token"]
     users = [{"name": "operator", "user": {"token": token}}]
@@ -100,20 +100,20 @@ class Place:
     # jobs
 
     def submit(self, name: str = "train", **spec: Any) -> dict[str, Any]:
-        return self.cluster.create(jobs_path(self.name), a_job(name, **spec))
+        return self.cluster.create(kube_jobs_path(self.name), a_job(name, **spec))
 
     def job(self, name: str = "train") -> dict[str, Any]:
-        return self.cluster.get(jobs_path(self.name, name))
+        return self.cluster.get(kube_jobs_path(self.name, name))
 
     def forgotten(self, name: str = "train") -> bool:
         metadata = {"name": name, "namespace": self.name}
         return not exists(self.cluster, a_job(name) | {"metadata": metadata})
 
     def change(self, name: str = "train", **spec: Any) -> None:
-        self.cluster.patch(jobs_path(self.name, name), {"spec": spec})
+        self.cluster.patch(kube_jobs_path(self.name, name), {"spec": spec})
 
     def scale(self, replicas: int, name: str = "train") -> None:
-        self.cluster.patch(jobs_path(self.name, name, part="scale"), {"spec": {"replicas": replicas}})
+        self.cluster.patch(kube_jobs_path(self.name, name, part="scale"), {"spec": {"replicas": replicas}})
 
     def phase(self, name: str = "train") -> str:
         return str(self.job(name).get("status", {}).get("phase", ""))
@@ -124,13 +124,13 @@ class Place:
 
     def events(self, name: str = "train") -> list[str]:
         """Reasons, with their numbers of times."""
-        items = self.cluster.list(core_path(self.name, "events"), fieldSelector=f"involvedObject.name={name}")
+        items = self.cluster.list(kube_core_path(self.name, "events"), fieldSelector=f"involvedObject.name={name}")
         return sorted(item["reason"] for item in items if item["involvedObject"]["kind"] == KIND)
 
     # pods, as a kubelet would see to them
 
     def pods(self, name: str = "train") -> dict[str, dict[str, Any]]:
-        items = self.cluster.list(core_path(self.name, "pods"), labelSelector=f"{JOB}={name}")
+        items = self.cluster.list(kube_core_path(self.name, "pods"), labelSelector=f"{JOB}={name}")
         return {item["metadata"]["name"]: item for item in items}
 
     def uids(self, name: str = "train") -> dict[str, str]:
@@ -151,24 +151,25 @@ class Place:
         self.set_status(pod, phase="Succeeded" if code == 0 else "Failed", containerStatuses=[status], conditions=[])
 
     def set_status(self, pod: str, **status: Any) -> None:
-        self.cluster.patch(core_path(self.name, "pods", f"{pod}/status"), {"status": status})
+        self.cluster.patch(kube_core_path(self.name, "pods", f"{pod}/status"), {"status": status})
 
     def bind(self, pod: str, node: str) -> None:
         target = {"apiVersion": "v1", "kind": "Node", "name": node}
         binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": pod}, "target": target}
-        self.cluster.create(core_path(self.name, "pods", f"{pod}/binding"), binding)
+        self.cluster.create(kube_core_path(self.name, "pods", f"{pod}/binding"), binding)
 
     # anything
 
     def create(self, kind: str, name: str, **body: Any) -> None:
         metadata = {"name": name, "namespace": self.name}
         self.cluster.create(
-            core_path(self.name, f"{kind.lower()}s"), {"apiVersion": "v1", "kind": kind, "metadata": metadata} | body
+            kube_core_path(self.name, f"{kind.lower()}s"),
+            {"apiVersion": "v1", "kind": kind, "metadata": metadata} | body,
         )
 
     def gone(self, kind: str, name: str) -> bool:
         try:
-            self.cluster.get(core_path(self.name, kind, name))
+            self.cluster.get(kube_core_path(self.name, kind, name))
         except NotFound:
             return True
         return False

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from ripstop.kubernetes import deploy
-from ripstop.kubernetes.kube_client import KubeClient, core_path
+from ripstop.kubernetes.kube_client import KubeClient, kube_core_path
 from tests.kubernetes.kube.lab import HERE, Place, eventually, needs_a_cluster
 
 ROOT = HERE.parents[2]
@@ -95,7 +95,7 @@ def operators_deployment(home: str, node: str) -> dict[str, Any]:
 def helper(place: Place, name: str, command: list[str], node: str) -> str:
     """A pod for the tests' own needs; its address."""
     place.create("Pod", name, spec=a_pod(command) | on(node))
-    path = core_path(place.name, "pods", name)
+    path = kube_core_path(place.name, "pods", name)
     eventually(lambda: place.cluster.get(path)["status"]["phase"] == "Running", WAIT_TIMEOUT_S)
     return str(place.cluster.get(path)["status"]["podIP"])
 

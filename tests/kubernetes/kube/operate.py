@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import Any
 
-from ripstop.kubernetes.job_poller import JobApi
+from ripstop.kubernetes.job_poller import PolledJobApi
 from ripstop.kubernetes.kube_client import KubeClient
 from ripstop.kubernetes.operator import run_operator
 from tests.kubernetes.kube.lab import SAYS, TALKATIVE
@@ -28,7 +28,7 @@ def counting(self: KubeClient, method: str, *words: Any, **options: Any) -> dict
     return answer
 
 
-class Talkative(JobApi):
+class Talkative(PolledJobApi):
     """All jobs at that address."""
 
     def __init__(self) -> None:

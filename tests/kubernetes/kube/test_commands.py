@@ -6,7 +6,7 @@ import pytest
 
 from ripstop.cli import main
 from ripstop.kubernetes import deploy
-from ripstop.kubernetes.kube_client import KubeClient, NotFound, core_path
+from ripstop.kubernetes.kube_client import KubeClient, NotFound, kube_core_path
 from ripstop.kubernetes.manifests import JOB, SLOT
 from tests.kubernetes.kube.conftest import HOME
 from tests.kubernetes.kube.lab import Place, eventually, needs_a_cluster
@@ -57,7 +57,9 @@ def test_one_job_is_shown_with_its_pods_and_events(place: Place, capsys: pytest.
     container = {"name": "main", "image": "x:1"}
     metadata = {"name": "t-0", "namespace": place.name, "labels": {JOB: "t", SLOT: "0"}}
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [container]}}
-    eventually(lambda: place.cluster.create(core_path(place.name, "pods"), pod))  # the account's token may come late
+    eventually(
+        lambda: place.cluster.create(kube_core_path(place.name, "pods"), pod)
+    )  # the account's token may come late
     assert kube(place, "status", "t") == 0
     assert "t-0  Pending  no" in said(capsys)
     assert kube(place, "status", "t", "--json") == 0

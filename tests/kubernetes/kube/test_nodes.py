@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from ripstop.kubernetes import deploy
-from ripstop.kubernetes.kube_client import KubeClient, core_path
+from ripstop.kubernetes.kube_client import KubeClient, kube_core_path
 from tests.kubernetes.kube.conftest import HOME
 from tests.kubernetes.kube.lab import eventually
 from tests.kubernetes.kube.nodes import WAIT_TIMEOUT_S, Training, a_training, happens, needs_nodes, tell, template
@@ -120,8 +120,8 @@ def test_a_pod_lost_together_with_the_operator_is_replaced_by_the_next_operator(
     selector = f"app.kubernetes.io/name={deploy.NAME}"
 
     def take() -> None:
-        for pod in cluster.list(core_path(HOME, "pods"), labelSelector=selector):
-            cluster.delete(core_path(HOME, "pods", pod["metadata"]["name"]), {"gracePeriodSeconds": 0})
+        for pod in cluster.list(kube_core_path(HOME, "pods"), labelSelector=selector):
+            cluster.delete(kube_core_path(HOME, "pods", pod["metadata"]["name"]), {"gracePeriodSeconds": 0})
         training.kill("train-2")()
 
     training.loses("pod and operator killed", "train-2", take, of=3)

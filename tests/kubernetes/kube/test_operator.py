@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ripstop.kubernetes.kube_client import KubeClient, core_path, jobs_path
+from ripstop.kubernetes.kube_client import KubeClient, kube_core_path, kube_jobs_path
 from tests.kubernetes.kube.lab import NOWHERE, SAYS, TALKATIVE, Place, eventually, needs_a_cluster, stamp
 
 needs_a_cluster()
@@ -25,8 +25,8 @@ def test_a_job_gets_what_it_needs_and_owns_it(place: Place) -> None:
     token = f"train-token-{job['metadata']['uid'][:8]}"
     found = [
         *place.pods().values(),
-        place.cluster.get(core_path(place.name, "services", "train")),
-        place.cluster.get(core_path(place.name, "secrets", token)),
+        place.cluster.get(kube_core_path(place.name, "services", "train")),
+        place.cluster.get(kube_core_path(place.name, "secrets", token)),
         place.cluster.get(budget),
     ]
     owners = {reference["uid"] for item in found for reference in item["metadata"]["ownerReferences"]}
@@ -69,7 +69,10 @@ def test_a_job_that_does_not_answer_runs_all_the_same(place: Place) -> None:
 def test_replicas_that_were_not_given_can_be_seen_and_scaled(place: Place) -> None:
     place.submit(replicas=None, maxReplicas=2)
     place.there("train-0", "train-1")
-    assert eventually(lambda: place.cluster.get(jobs_path(place.name, "train", part="scale"))["spec"]["replicas"]) == 2
+    assert (
+        eventually(lambda: place.cluster.get(kube_jobs_path(place.name, "train", part="scale"))["spec"]["replicas"])
+        == 2
+    )
 
 
 def test_scaling_makes_and_takes_the_highest_slots(place: Place) -> None:
@@ -99,7 +102,7 @@ def test_a_pod_that_somebody_deletes_is_replaced_sent_and_counted(place: Place) 
     before = place.there("train-0", "train-1")
     place.start("train-0", "train-1")
     eventually(lambda: place.job()["status"].get("members") == ["train-0", "train-1"])
-    place.cluster.delete(core_path(place.name, "pods", "train-0"))
+    place.cluster.delete(kube_core_path(place.name, "pods", "train-0"))
     eventually(lambda: place.uids().get("train-0") not in (None, before["train-0"]))
     eventually(lambda: "Deleted" in place.events())
     assert place.job()["status"]["replaced"] == 1
@@ -216,7 +219,7 @@ def test_a_fixed_field_that_is_changed_is_a_condition_and_changes_nothing(place:
 
 def test_a_quota_that_is_too_small_is_a_condition_until_it_is_raised(place: Place) -> None:
     place.create("ResourceQuota", "small", spec={"hard": {"pods": "1"}})
-    quota = core_path(place.name, "resourcequotas", "small")
+    quota = kube_core_path(place.name, "resourcequotas", "small")
     eventually(lambda: place.cluster.get(quota)["status"]["hard"]["pods"] == "1")
     place.submit()
     eventually(lambda: "exceeded quota" in place.condition("Refused")["message"])
@@ -237,7 +240,7 @@ def test_a_service_that_is_somebody_elses_is_left_alone(place: Place) -> None:
     place.submit()
     eventually(lambda: "belongs to another owner" in place.condition("Refused")["message"])
     assert place.pods() == {}
-    place.cluster.delete(core_path(place.name, "services", "train"))
+    place.cluster.delete(kube_core_path(place.name, "services", "train"))
     place.there("train-0", "train-1")
 
 
@@ -267,7 +270,7 @@ def test_a_pod_on_a_node_that_does_not_answer_is_replaced(place: Place, gone: bo
         place.bind("train-1", node)
         place.start("train-0", "train-1")
         eventually(lambda: place.phase() == "Running")
-        place.cluster.delete(core_path(place.name, "pods", "train-1"))
+        place.cluster.delete(kube_core_path(place.name, "pods", "train-1"))
         assert "deletionTimestamp" in place.pods()["train-1"]["metadata"], "its kubelet would have to agree"
         if gone:
             place.cluster.delete(f"/api/v1/nodes/{node}")
@@ -283,7 +286,7 @@ def test_a_pod_on_a_node_that_does_not_answer_is_replaced(place: Place, gone: bo
 def test_a_job_that_is_made_anew_has_pods_of_its_own(place: Place) -> None:
     place.submit()
     before = place.there("train-0", "train-1")
-    place.cluster.delete(jobs_path(place.name, "train"))
+    place.cluster.delete(kube_jobs_path(place.name, "train"))
     job = place.submit()
 
     def owners() -> set[str]:
@@ -302,7 +305,7 @@ def test_nothing_is_written_while_nothing_changes(place: Place) -> None:
     eventually(lambda: "Running" in place.events())
     before = place.job()["metadata"]["resourceVersion"]
     for n in range(3):  # the operator looks each time
-        place.cluster.patch(core_path(place.name, "pods", "train-0"), {"metadata": {"annotations": {"n": str(n)}}})
+        place.cluster.patch(kube_core_path(place.name, "pods", "train-0"), {"metadata": {"annotations": {"n": str(n)}}})
     place.submit("other")
     place.there("other-0", "other-1", job="other")
     assert place.job()["metadata"]["resourceVersion"] == before

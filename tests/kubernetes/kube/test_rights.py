@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.kubernetes.cluster_writer import ensure_operator_key
+from ripstop.kubernetes.cluster_writer import ensure_operator_key_in_cluster
 from ripstop.kubernetes.kube_client import ApiError, KubeClient
 from tests.kubernetes.kube.conftest import HOME
 from tests.kubernetes.kube.lab import Place, needs_a_cluster
@@ -48,5 +48,5 @@ def test_the_operator_may_not(method: str, path: str, as_operator: KubeClient, p
 
 
 def test_the_operators_key_is_made_once_and_read_by_the_next(as_operator: KubeClient) -> None:
-    key = ensure_operator_key(as_operator, HOME)
-    assert (len(key), ensure_operator_key(as_operator, HOME)) == (32, key)
+    key = ensure_operator_key_in_cluster(as_operator, HOME)
+    assert (len(key), ensure_operator_key_in_cluster(as_operator, HOME)) == (32, key)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ripstop.kubernetes import crd
-from ripstop.kubernetes.kube_client import ApiError, KubeClient, jobs_path
+from ripstop.kubernetes.kube_client import ApiError, KubeClient, kube_jobs_path
 from tests.kubernetes.golden import DEPLOY
 from tests.kubernetes.kube.lab import Place, a_job, eventually, needs_a_cluster
 
@@ -46,7 +46,7 @@ def test_an_invalid_field_is_rejected(place: Place, spec: dict[str, Any], field:
     body = a_job("train", **spec)
     body["spec"] = {name: value for name, value in body["spec"].items() if value is not None}
     with pytest.raises(ApiError, match=field.replace(".", r"\.")) as refused:
-        place.cluster.create(jobs_path(place.name), body)
+        place.cluster.create(kube_jobs_path(place.name), body)
     assert refused.value.code == 422
 
 
@@ -70,7 +70,7 @@ def test_an_invalid_combination_or_change_of_fields_is_rejected(place: Place) ->
             place.submit("wrong", **spec)
         except ApiError as error:
             return str(error)
-        place.cluster.delete(jobs_path(place.name, "wrong"))
+        place.cluster.delete(kube_jobs_path(place.name, "wrong"))
         return ""
 
     eventually(lambda: "minReplicas must not be above maxReplicas" in refusal(minReplicas=5))
@@ -108,7 +108,7 @@ def test_kubectl_refuses_a_field_that_there_is_not(place: Place, kubectl: str) -
 
 def test_the_status_is_written_apart_from_the_spec(place: Place) -> None:
     place.submit()
-    path = jobs_path(place.name, "train")
+    path = kube_jobs_path(place.name, "train")
     assert "status" not in place.cluster.patch(path, {"status": {"phase": "Running"}})
     both = place.cluster.patch(f"{path}/status", {"status": {"phase": "Running"}, "spec": {"replicas": 4}})
     assert (both["status"]["phase"], both["spec"]["replicas"]) == ("Running", 2)
@@ -117,8 +117,8 @@ def test_the_status_is_written_apart_from_the_spec(place: Place) -> None:
 def test_autoscalers_see_the_size_and_the_pods(place: Place) -> None:
     place.submit()
     status = {"replicas": 1, "selector": "a=b"}
-    place.cluster.patch(jobs_path(place.name, "train", part="status"), {"status": status})
-    scale = place.cluster.get(jobs_path(place.name, "train", part="scale"))
+    place.cluster.patch(kube_jobs_path(place.name, "train", part="status"), {"status": status})
+    scale = place.cluster.get(kube_jobs_path(place.name, "train", part="scale"))
     assert (scale["spec"], scale["status"]) == ({"replicas": 2}, status)
 
 
@@ -132,7 +132,7 @@ def test_kubectl_scales(place: Place, kubectl: str) -> None:
 def test_kubectl_shows_the_state_in_columns(place: Place, kubectl: str) -> None:
     place.submit()
     status = {"phase": "Running", "readyReplicas": 2, "round": 7, "restarts": 1, "goodput": 0.97}
-    place.cluster.patch(jobs_path(place.name, "train", part="status"), {"status": status})
+    place.cluster.patch(kube_jobs_path(place.name, "train", part="status"), {"status": status})
     command = [kubectl, "get", "ej", "--namespace", place.name]
 
     def shown(*words: str) -> tuple[list[str], list[str]]:

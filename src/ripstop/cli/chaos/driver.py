@@ -24,13 +24,13 @@ from ripstop.cli.chaos.experiment import (
 from ripstop.cli.chaos.plan import Plan, ScheduledFault, find_planned_target, make_fault_schedule
 from ripstop.cli.chaos.results import Result
 from ripstop.cli.event_stream import RETRY_S, follow_job_events
-from ripstop.cli.job_client import RunningJob
+from ripstop.cli.job_client import JobClient
 from ripstop.model.errors import RipstopError
 from ripstop.model.event_json import from_json
 
 
 def drive_experiment(
-    find_job: Callable[[], RunningJob], plan: Plan, seed: int, on_result: Callable[[Result], None]
+    find_job: Callable[[], JobClient], plan: Plan, seed: int, on_result: Callable[[Result], None]
 ) -> list[Result]:
     """Inject the faults of the plan, one after the other; `on_result` is called for each as soon as it has healed."""
     driver = _ChaosDriver(
@@ -41,7 +41,7 @@ def drive_experiment(
 
 class _ChaosDriver:
     def __init__(
-        self, find_job: Callable[[], RunningJob], experiment: Experiment, on_result: Callable[[Result], None]
+        self, find_job: Callable[[], JobClient], experiment: Experiment, on_result: Callable[[Result], None]
     ) -> None:
         self._find_job = find_job
         self._job = find_job()
@@ -84,7 +84,7 @@ class _ChaosDriver:
                         self._inputs.put(record)
             time.sleep(RETRY_S)
 
-    def _find_again(self) -> RunningJob:
+    def _find_again(self) -> JobClient:
         self._job = self._find_job()
         return self._job
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ripstop.cli.chaos.plan import parse_plan
 from ripstop.cli.chaos.results import Result, chaos_has_passed, chaos_summary, render_chaos_result, render_chaos_summary
-from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand
+from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobClientCommandLine, JobCommand
 from ripstop.cli.options.flags import Flag
 from ripstop.model.errors import UsageError
 from ripstop.model.fault_injection import FaultKind
@@ -41,7 +41,7 @@ the plan, a TOML file
 {JOB_HELP}"""
 
 
-def chaos(command: ParsedCommand) -> int:
+def chaos(command: JobClientCommandLine) -> int:
     args = command.args
     if "--plan" not in args:
         raise UsageError("--plan is missing; write ripstop chaos --plan=FILE; --help shows what is in the file")

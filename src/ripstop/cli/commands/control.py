@@ -1,6 +1,6 @@
 """The commands that control a running job: `ripstop restart`, `drain`, `scale` and `stop`."""
 
-from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand, RunningJob
+from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobClient, JobClientCommandLine, JobCommand
 from ripstop.cli.options.flags import Flag
 from ripstop.model.config import MAX_NODES
 from ripstop.model.errors import UsageError
@@ -46,11 +46,11 @@ end
 {JOB_HELP}"""
 
 
-def restart(command: ParsedCommand) -> None:
+def restart(command: JobClientCommandLine) -> None:
     _send_control_request(command, command.find_job(), "/restart")
 
 
-def drain(command: ParsedCommand) -> None:
+def drain(command: JobClientCommandLine) -> None:
     if not command.positional:
         raise UsageError("NODE is missing; write ripstop drain NODE; ripstop status lists the nodes")
     prefix, job = command.positional[0], command.find_job()
@@ -61,18 +61,18 @@ def drain(command: ParsedCommand) -> None:
     _send_control_request(command, job, "/drain", node=matching[0] if len(matching) == 1 else prefix)
 
 
-def scale(command: ParsedCommand) -> None:
+def scale(command: JobClientCommandLine) -> None:
     if not command.positional:
         raise UsageError("N, the number of nodes, is missing; write ripstop scale N")
     nodes = integer("N", command.positional[0], minimum=1, maximum=MAX_NODES)
     _send_control_request(command, command.find_job(), "/scale", nodes=nodes)
 
 
-def stop(command: ParsedCommand) -> None:
+def stop(command: JobClientCommandLine) -> None:
     _send_control_request(command, command.find_job(), "/stop", why=command.args.text("--why"))
 
 
-def _send_control_request(command: ParsedCommand, job: RunningJob, path: str, **body: str | int) -> None:
+def _send_control_request(command: JobClientCommandLine, job: JobClient, path: str, **body: str | int) -> None:
     reply = job.post(path, **body)
     command.print(reply["done"], reply)
 

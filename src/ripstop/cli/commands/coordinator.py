@@ -6,9 +6,9 @@ from pathlib import Path
 
 from ripstop.cli.options.certificates import certificates, no_secret_or_certificates_warning
 from ripstop.cli.options.flags import Flag, parse_flags
-from ripstop.cli.options.job import JOB_FLAGS, allow_chaos, budget
-from ripstop.cli.options.monitoring import notify_url, stragglers
-from ripstop.cli.options.output import own_log
+from ripstop.cli.options.job import JOB_FLAGS, job_allow_chaos_option, job_restart_budget_options
+from ripstop.cli.options.monitoring import monitoring_notify_url_option, monitoring_straggler_options
+from ripstop.cli.options.output import output_own_log_options
 from ripstop.cli.options.tracing import tracing
 from ripstop.model import parsers, rendezvous_conf
 from ripstop.model.config import COORDINATOR_PORT, CoordinatorConfig, Timing
@@ -106,14 +106,14 @@ def configure_coordinator(argv: Sequence[str], environ: Mapping[str, str]) -> Co
         max_nodes=max_nodes,
         target=rendezvous_conf.target(conf_name, conf, min_nodes, max_nodes),
         rank_by=rendezvous_conf.rank_by(conf_name, conf),
-        budget=budget(args, notes),
+        budget=job_restart_budget_options(args, notes),
         timing=timeouts,
-        stragglers=stragglers(args, notes),
-        allow_chaos=allow_chaos(args, notes),
+        stragglers=monitoring_straggler_options(args, notes),
+        allow_chaos=job_allow_chaos_option(args, notes),
         log_dir=Path(log_dir) if log_dir not in ("", os.devnull) else None,
-        own_log=own_log(args),
+        own_log=output_own_log_options(args),
         tracing=tracing(environ, notes),
-        notify_url=notify_url(args),
+        notify_url=monitoring_notify_url_option(args),
         quarantine=rendezvous_conf.quarantine(conf_name, conf),
         token=token,
         tls=tls,

@@ -3,7 +3,7 @@
 import json
 
 from ripstop.cli.event_stream import follow_job_events, render_streamed_event, stream_past_events
-from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand
+from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobClientCommandLine, JobCommand
 from ripstop.cli.options.flags import Flag
 from ripstop.model.parsers import integer
 
@@ -23,7 +23,7 @@ which events
 {JOB_HELP}"""
 
 
-def events(command: ParsedCommand) -> None:
+def events(command: JobClientCommandLine) -> None:
     since = integer("--since", command.args.text("--since", "0"), minimum=0, maximum=2**53)
     if "--follow" in command.args:
         found = follow_job_events(command.find_job, since)

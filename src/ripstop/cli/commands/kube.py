@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 
 from ripstop.cli.kube import cluster_commands
-from ripstop.cli.kube.job_objects import HELP, OWN_FLAGS, job_objects, parse_kube_arguments
-from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse_mixed
+from ripstop.cli.kube.job_objects import HELP, OWN_FLAGS, job_objects, parse_job_objects_arguments
+from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse_flags_and_positionals
 from ripstop.kubernetes.manifests import to_yaml
 from ripstop.model.errors import HelpRequested, UsageError
 
@@ -116,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
     if name not in SUBCOMMANDS:
         raise UsageError(f"kube {name}: unknown command; write one of {', '.join(COMMANDS)}")
     command = SUBCOMMANDS[name]
-    args, names = parse_mixed((*CLUSTER_FLAGS, *command.flags), rest)
+    args, names = parse_flags_and_positionals((*CLUSTER_FLAGS, *command.flags), rest)
     if "--help" in args:
         raise HelpRequested(USAGE)
     if not command.least <= len(names) <= command.most:
@@ -128,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_kube_render(argv: Sequence[str]) -> int:
-    args = parse_kube_arguments(argv, (JSON,))
+    args = parse_job_objects_arguments(argv, (JSON,))
     if "--help" in args:
         raise HelpRequested(RENDER)
     objects = job_objects(args, secrets.token_urlsafe(32))
@@ -141,11 +141,11 @@ def _run_kube_render(argv: Sequence[str]) -> int:
 
 
 def _run_kube_submit(argv: Sequence[str]) -> int:
-    args = parse_kube_arguments(argv, (FILE, CONTEXT))
+    args = parse_job_objects_arguments(argv, (FILE, CONTEXT))
     if "--help" in args:
         raise HelpRequested(RENDER)
     if "--file" not in args:
         return cluster_commands.submit_to_cluster(args, job_objects(args, secrets.token_urlsafe(32)))
     if args.program or args.texts.keys() - {"--file", "--namespace", "--context"}:
         raise UsageError("--file and a command line both describe a job; remove one of them")
-    return cluster_commands.submit_to_cluster(args, cluster_commands.load_objects_for_cluster(args.text("--file")))
+    return cluster_commands.submit_to_cluster(args, cluster_commands.load_file_for_cluster_command(args.text("--file")))

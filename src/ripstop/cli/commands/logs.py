@@ -11,11 +11,11 @@ from ripstop.cli.event_stream import follow_events
 from ripstop.cli.job_client import (
     JOB_FLAGS,
     JOB_HELP,
+    JobClient,
+    JobClientCommandLine,
     JobCommand,
     JobUnreachable,
-    ParsedCommand,
     RequestRejected,
-    RunningJob,
 )
 from ripstop.cli.options.flags import Flag
 from ripstop.model.errors import RipstopError, UsageError
@@ -40,7 +40,7 @@ STREAMS = ("stdout", "stderr")
 FLAGS = (*JOB_FLAGS, Flag("--follow", short="-f"), Flag("--tail", "N"), Flag("--stream", "NAME", choices=STREAMS))
 
 
-def logs(command: ParsedCommand) -> int:
+def logs(command: JobClientCommandLine) -> int:
     args, rank = command.args, command.rank()
     tail = integer("--tail", args.text("--tail", "100"), minimum=0, maximum=MAX_TAIL_LINES)
     stream = args.text("--stream")
@@ -54,7 +54,7 @@ def logs(command: ParsedCommand) -> int:
     if not ranks:
         raise RequestRejected("no workers are running; ripstop status shows what the job waits for")
     streams = [stream] if stream else list(STREAMS)
-    found, errors = _read_log_tails(job, ranks, streams, 0 if "--follow" in args else tail)
+    found, errors = _read_tails_for_logs_command(job, ranks, streams, 0 if "--follow" in args else tail)
     if errors and not found:
         raise errors[0]
     if "--follow" in args:
@@ -72,8 +72,8 @@ def logs(command: ParsedCommand) -> int:
     return 0
 
 
-def _read_log_tails(
-    job: RunningJob, ranks: list[int], streams: list[str], tail: int
+def _read_tails_for_logs_command(
+    job: JobClient, ranks: list[int], streams: list[str], tail: int
 ) -> tuple[list[dict[str, Any]], list[RequestRejected]]:
     """The logs that exist, and the reasons for those that do not."""
     logs: list[dict[str, Any]] = []
@@ -87,22 +87,22 @@ def _read_log_tails(
     return logs, errors
 
 
-def _follow_logs(job: RunningJob, logs: list[dict[str, Any]], streams: list[str], tail: int, since: int | None) -> int:
+def _follow_logs(job: JobClient, logs: list[dict[str, Any]], streams: list[str], tail: int, since: int | None) -> int:
     """Follow these logs and, with `since`, those of ranks that start after that event."""
-    followers = _Followers(job, prefixed=since is not None)
+    followers = _LogsCommandFollowers(job, prefixed=since is not None)
     sys.stdout.flush()
     for log in logs:
         followers.add(log["rank"], log["stream"], tail=tail)
     try:
         for rank in _follow_added_ranks(job, since, {log["rank"] for log in logs}) if since is not None else ():
-            for log in _read_log_tails(job, [rank], streams, 0)[0]:
+            for log in _read_tails_for_logs_command(job, [rank], streams, 0)[0]:
                 followers.add(rank, log["stream"], offset=0)
     except RipstopError as error:
         followers.report_error(error)
     return followers.wait()
 
 
-def _follow_added_ranks(job: RunningJob, since: int, known: set[int]) -> Iterator[int]:
+def _follow_added_ranks(job: JobClient, since: int, known: set[int]) -> Iterator[int]:
     for event in follow_events(job, since):
         if event["kind"] == "workers_started":
             ranks = range(event["first_rank"], event["first_rank"] + len(event["pids"]))
@@ -110,10 +110,10 @@ def _follow_added_ranks(job: RunningJob, since: int, known: set[int]) -> Iterato
             known.update(ranks)
 
 
-class _Followers:
+class _LogsCommandFollowers:
     """One connection and thread for each log.  A line is one write, so lines are not mixed."""
 
-    def __init__(self, job: RunningJob, *, prefixed: bool) -> None:
+    def __init__(self, job: JobClient, *, prefixed: bool) -> None:
         self._job = job
         self._prefixed = prefixed
         self._threads: list[threading.Thread] = []

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 
-from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand
+from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobClientCommandLine, JobCommand
 from ripstop.cli.options.flags import Flag
 from ripstop.model.parsers import integer
 
@@ -25,7 +25,7 @@ where
 FLAGS = (*JOB_FLAGS, Flag("--port", "N"), Flag("--no-browser"))
 
 
-def page(command: ParsedCommand) -> None:
+def page(command: JobClientCommandLine) -> None:
     from ripstop.cli.page_proxy import serve_page_proxy  # imports an HTTP server: only when needed
 
     port = integer("--port", command.args.text("--port", "0"), minimum=0, maximum=65535)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand, RunningJob
+from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobClient, JobClientCommandLine, JobCommand
 from ripstop.cli.options.flags import HELP_FLAG, Flag
 from ripstop.logs.directory import directory_name
 from ripstop.model.errors import RipstopError, UsageError
@@ -19,7 +19,7 @@ from ripstop.report.builder import NoEvents, build_report
 from ripstop.report.compare import compare
 from ripstop.report.html import render
 from ripstop.report.model import Report
-from ripstop.report.reader import Skipped, event_files, read_events
+from ripstop.report.reader import Skipped, event_files_for_report, read_events_for_report
 from ripstop.report.writer import REPORT_PAGE
 from ripstop.system.safe_files import replace_file
 
@@ -59,7 +59,7 @@ class WriteFailed(RipstopError):
     """The report cannot be written."""
 
 
-def report(command: ParsedCommand) -> None:
+def report_command(command: JobClientCommandLine) -> None:
     output = command.args.text("--output")
     if command.positional:
         if used := [flag for flag in ("--endpoint", "--job", "--rdzv-conf") if flag in command.args]:
@@ -79,7 +79,7 @@ def report(command: ParsedCommand) -> None:
         print_report_summary(made)
 
 
-def compare_runs(command: ParsedCommand) -> None:
+def compare_runs_command(command: JobClientCommandLine) -> None:
     if len(command.positional) != 2:
         raise UsageError("compare needs two runs; write ripstop compare RUN_DIR_A RUN_DIR_B")
     a, b = (report_of_argument(Path(path))[0] for path in command.positional)
@@ -96,7 +96,7 @@ def report_of_argument(source: Path) -> tuple[Report, Path]:
     files = _event_files_of_argument(source)
     skipped = Skipped()
     try:
-        made = build_report(read_events(files, skipped), skipped.notes())
+        made = build_report(read_events_for_report(files, skipped), skipped.notes())
     except OSError as error:
         raise UsageError(f"{source}: cannot be read: {error.strerror}; check the path and its permissions") from error
     except NoEvents:
@@ -110,18 +110,18 @@ def _event_files_of_argument(source: Path) -> list[Path]:
         raise UsageError(f"{source}: no such file or directory; give LOG_DIR/RUN_ID of a run, or an event file")
     if not source.is_dir():
         return [source]
-    if files := event_files(source):
+    if files := event_files_for_report(source):
         return files
-    runs = sorted(path for path in source.iterdir() if path.is_dir() and event_files(path))
+    runs = sorted(path for path in source.iterdir() if path.is_dir() and event_files_for_report(path))
     if len(runs) == 1:
-        return event_files(runs[0])
+        return event_files_for_report(runs[0])
     if runs:
         names = ", ".join(path.name for path in runs[:8]) + (", …" if len(runs) > 8 else "")
         raise UsageError(f"{source}: has several runs ({names}); give one of them, such as {runs[-1]}")
     raise UsageError(f"{source}: has no event files; give LOG_DIR/RUN_ID of a run, or an event file")
 
 
-def _report_of_running_job(job: RunningJob) -> Report:
+def _report_of_running_job(job: JobClient) -> Report:
     notes: list[str] = []
     records = list(_event_records_to_report(job, notes))
     try:
@@ -130,7 +130,7 @@ def _report_of_running_job(job: RunningJob) -> Report:
         raise UsageError(f"{job} has no events yet; try again when it has started") from None
 
 
-def _event_records_to_report(job: RunningJob, notes: list[str]) -> Iterator[EventRecord]:
+def _event_records_to_report(job: JobClient, notes: list[str]) -> Iterator[EventRecord]:
     since, more = 0, True
     while more:
         page: dict[str, Any] = job.get("/events", since=since)
@@ -172,6 +172,8 @@ def print_report_summary(report: Report) -> None:
 
 
 COMMANDS = {
-    "report": JobCommand(report, REPORT_HELP, (*JOB_FLAGS, Flag("--output", "FILE", short="-o")), max_positional=1),
-    "compare": JobCommand(compare_runs, COMPARE_HELP, (HELP_FLAG, Flag("--json")), max_positional=2),
+    "report": JobCommand(
+        report_command, REPORT_HELP, (*JOB_FLAGS, Flag("--output", "FILE", short="-o")), max_positional=1
+    ),
+    "compare": JobCommand(compare_runs_command, COMPARE_HELP, (HELP_FLAG, Flag("--json")), max_positional=2),
 }

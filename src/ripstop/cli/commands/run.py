@@ -11,37 +11,42 @@ from pathlib import Path
 from msgspec.structs import asdict
 
 from ripstop.cli.options.certificates import certificates, no_secret_or_certificates_warning
-from ripstop.cli.options.devices import bindings, note_omp_threads, virtual_local_rank, workers_per_node
-from ripstop.cli.options.flags import Flag, ParsedArguments, note_unused_flags, parse_flags
-from ripstop.cli.options.job import JOB_FLAGS, allow_chaos, budget
-from ripstop.cli.options.monitoring import (
-    api_address,
-    hang_timeout,
-    health,
-    notify_url,
-    preemption_notice,
-    probe_port,
-    stragglers,
-    timer_pipe,
+from ripstop.cli.options.devices import (
+    device_numa_binding_option,
+    device_virtual_local_rank_option,
+    note_device_omp_threads_option,
+    workers_per_node,
 )
-from ripstop.cli.options.output import event_log_handler, logs, own_log
+from ripstop.cli.options.flags import Flag, ParsedArguments, note_unused_option_flags, parse_flags
+from ripstop.cli.options.job import JOB_FLAGS, job_allow_chaos_option, job_restart_budget_options
+from ripstop.cli.options.monitoring import (
+    monitoring_api_address_option,
+    monitoring_hang_timeout_option,
+    monitoring_health_options,
+    monitoring_notify_url_option,
+    monitoring_preemption_notice_option,
+    monitoring_probe_port_option,
+    monitoring_straggler_options,
+    monitoring_timer_pipe_option,
+)
+from ripstop.cli.options.output import output_event_handler_option, output_logs_options, output_own_log_options
 from ripstop.cli.options.program import (
-    entrypoint,
-    preload,
-    program_inprocess_timeout,
-    program_shutdown_timeout,
-    standby,
-    start_method,
+    program_entrypoint_options,
+    program_inprocess_timeout_option,
+    program_preload_option,
+    program_shutdown_timeout_option,
+    program_standby_options,
+    program_start_method_option,
 )
 from ripstop.cli.options.rendezvous import (
     BACKENDS,
     rendezvous_options,
-    rendezvous_options_of_handler,
-    target_nodes,
-    with_ranking,
+    rendezvous_options_from_handler_flags,
+    rendezvous_options_with_ranking,
+    rendezvous_target_nodes_option,
 )
 from ripstop.cli.options.starters import STARTERS, with_starter
-from ripstop.cli.options.state import checkpoints, replication
+from ripstop.cli.options.state import state_checkpoint_options, state_replication_options
 from ripstop.cli.options.tracing import tracing
 from ripstop.model import parsers, rendezvous_conf
 from ripstop.model.config import (
@@ -262,7 +267,7 @@ def main(argv: Sequence[str], with_handler: Callable[[RunConfig], int] | None = 
         print(describe_dry_run(config, os.environ), end="")
         return 0
     if config.handler is not None:
-        return with_handler(config) if with_handler is not None else _continue_with_handler(argv)
+        return with_handler(config) if with_handler is not None else _continue_run_command_with_handler(argv)
     from ripstop import launch
 
     return launch.run(config)
@@ -290,27 +295,29 @@ def _run_config(args: ParsedArguments, environ: Mapping[str, str], registered: C
     if "--monitor-interval" in args:
         parsers.duration(*args.labelled("--monitor-interval"))
         notes.append(f"{args.label('--monitor-interval')} has no effect: worker exits are detected without polling")
-    program = entrypoint(args, environ, notes)
-    method = start_method(args, program, notes)
+    program = program_entrypoint_options(args, environ, notes)
+    method = program_start_method_option(args, program, notes)
     slots = workers_per_node(args, environ)
-    note_omp_threads(environ, slots, notes)
+    note_device_omp_threads_option(environ, slots, notes)
     conf_name = args.label("--rdzv-conf")
-    handler = _run_config_handler(args, registered)
+    handler = _handler_of_run_command(args, registered)
     conf = parsers.key_values(conf_name, args.text("--rdzv-conf")) if handler is None else {}
     min_nodes, max_nodes = parsers.node_range(*args.labelled("--nnodes", "1"))
     if handler is None:
         rdzv = rendezvous_options(args, conf, min_nodes, max_nodes, notes)
     else:
-        rdzv = rendezvous_options_of_handler(args, notes)
-        note_unused_flags(args, ("--notify-url", "--allow-chaos"), "with another package's rendezvous handler", notes)
+        rdzv = rendezvous_options_from_handler_flags(args, notes)
+        note_unused_option_flags(
+            args, ("--notify-url", "--allow-chaos"), "with another package's rendezvous handler", notes
+        )
     number = start.node_number if start is not None else None
-    rdzv = with_ranking(args, conf, rdzv, environ, os.uname().nodename, notes, number)
+    rdzv = rendezvous_options_with_ranking(args, conf, rdzv, environ, os.uname().nodename, notes, number)
     is_local = rdzv.backend is Backend.LOCAL
     elector: Etcd | None = None
     if rdzv.backend is Backend.ETCD:
         elector, conf = rendezvous_conf.etcd(*args.labelled("--rdzv-endpoint"), conf_name, conf, environ)
     timeouts, timeout_notes = rendezvous_conf.timing(
-        conf_name, conf, program_shutdown_timeout(args, environ), program_inprocess_timeout(args)
+        conf_name, conf, program_shutdown_timeout_option(args, environ), program_inprocess_timeout_option(args)
     )
     tls = certificates(conf_name, conf, notes)
     if elector is not None and tls is not None and tls.cert is None:
@@ -320,7 +327,7 @@ def _run_config(args: ParsedArguments, environ: Mapping[str, str], registered: C
         )
     alone = rdzv.endpoint is None and elector is None
     token, token_notes = parsers.parse_job_secret(environ)
-    api = api_address(args, token, tls, local=is_local, notes=notes)
+    api = monitoring_api_address_option(args, token, tls, local=is_local, notes=notes)
     if tls is not None and alone and api is None:
         notes.append(f"{conf_name} tls_… has no effect on a single node: there are no connections to encrypt")
     key: UserKey | None = None
@@ -332,55 +339,55 @@ def _run_config(args: ParsedArguments, environ: Mapping[str, str], registered: C
         token_notes = no_secret_or_certificates_warning(
             rdzv.endpoint or "the nodes", tls
         )  # on one node, the coordinator creates one
-    replicates, replication_bandwidth = replication(args, notes, max_nodes=max_nodes)
+    replicates, replication_bandwidth = state_replication_options(args, notes, max_nodes=max_nodes)
     return RunConfig(
         entry=program,
         run_id=parsers.identifier(*args.labelled("--rdzv-id", os.urandom(16).hex() if is_local else "none")),
         min_nodes=min_nodes,
         max_nodes=max_nodes,
-        target=target_nodes(conf_name, conf, rdzv, min_nodes, max_nodes, notes),
+        target=rendezvous_target_nodes_option(conf_name, conf, rdzv, min_nodes, max_nodes, notes),
         slots=slots,
         role=parsers.identifier(*args.labelled("--role", "default")),
         **asdict(rdzv),
         etcd=elector,
         handler=handler,
-        budget=budget(args, notes),
+        budget=job_restart_budget_options(args, notes),
         timing=timeouts,
-        health=health(args, conf_name, conf, alone=alone),
+        health=monitoring_health_options(args, conf_name, conf, alone=alone),
         quarantine=rendezvous_conf.quarantine(conf_name, conf),
         replicates=replicates,
         replication_bandwidth=replication_bandwidth,
-        checkpoints=checkpoints(args, notes),
-        hang_timeout=hang_timeout(args, notes),
+        checkpoints=state_checkpoint_options(args, notes),
+        hang_timeout=monitoring_hang_timeout_option(args, notes),
         start=method,
-        preload=preload(args, method, notes),
-        standby=standby(args, program, method, slots, notes),
-        logs=logs(args, environ, slots, notes),
-        own_log=own_log(args),
-        bindings=bindings(args, environ, slots, notes),
-        virtual_local_rank=virtual_local_rank(args, environ, slots),
+        preload=program_preload_option(args, method, notes),
+        standby=program_standby_options(args, program, method, slots, notes),
+        logs=output_logs_options(args, environ, slots, notes),
+        own_log=output_own_log_options(args),
+        bindings=device_numa_binding_option(args, environ, slots, notes),
+        virtual_local_rank=device_virtual_local_rank_option(args, environ, slots),
         signals=parsers.signals(*args.labelled("--signals-to-handle", ",".join(STOP_SIGNALS))),
-        event_handler=event_log_handler(args),
-        timer_pipe=timer_pipe(environ, notes),
+        event_handler=output_event_handler_option(args),
+        timer_pipe=monitoring_timer_pipe_option(environ, notes),
         tracing=tracing(environ, notes, coordinated=rdzv.backend is not Backend.HANDLER),
-        notify_url=notify_url(args),
+        notify_url=monitoring_notify_url_option(args),
         token=token or (os.urandom(16).hex() if is_local and api is None else ""),
         user_key=key,
         earlier_restarts=start.earlier_restarts if start is not None else 0,
         tls=tls,
         api=api,
-        probe_port=probe_port(args, environ),
+        probe_port=monitoring_probe_port_option(args, environ),
         termination_log=Path(file) if (file := environ.get("RIPSTOP_TERMINATION_LOG")) else None,
-        stragglers=stragglers(args, notes),
+        stragglers=monitoring_straggler_options(args, notes),
         drain_timeout=parsers.duration(*args.labelled("--drain-timeout", f"{DRAIN_TIMEOUT_S:g}")),
-        preemption_notice=preemption_notice(args),
-        allow_chaos=allow_chaos(args, notes),
+        preemption_notice=monitoring_preemption_notice_option(args),
+        allow_chaos=job_allow_chaos_option(args, notes),
         linger="--linger" in args,
         notes=(*notes, *timeout_notes, *token_notes),
     )
 
 
-def _run_config_handler(args: ParsedArguments, registered: Collection[str]) -> Handler | None:
+def _handler_of_run_command(args: ParsedArguments, registered: Collection[str]) -> Handler | None:
     """The other package's rendezvous handler that --rdzv-backend names, if any.  Its settings are passed on unread."""
     name = args.text("--rdzv-backend", "static")
     if name in BACKENDS or "--standalone" in args:
@@ -393,7 +400,7 @@ def _run_config_handler(args: ParsedArguments, registered: Collection[str]) -> H
     return Handler(name, args.text("--rdzv-endpoint"), tuple(conf.items()))
 
 
-def _continue_with_handler(argv: Sequence[str]) -> int:
+def _continue_run_command_with_handler(argv: Sequence[str]) -> int:
     """Replace this process by `compat/launcher/handler_link.py`: this layer must not import torch or the handler.
 
     `-P` keeps the current directory out of its module path.

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ripstop.cli.job_client import JOB_HELP, JobCommand, ParsedCommand
-from ripstop.diagnostics.hang_analysis import describe_hung_collectives, describe_position
+from ripstop.cli.job_client import JOB_HELP, JobClientCommandLine, JobCommand
+from ripstop.diagnostics.hang_analysis import describe_hang_position, describe_hung_collectives
 from ripstop.model.failure import CollectiveProgress
 from ripstop.model.text_formatting import rank_list
 
@@ -19,7 +19,7 @@ examples
 {JOB_HELP}"""
 
 
-def stacks(command: ParsedCommand) -> None:
+def stacks(command: JobClientCommandLine) -> None:
     rank = command.rank()
     reply = command.find_job().get("/stacks", rank=rank)
     command.print("\n".join(render_stacks(reply)), reply)
@@ -36,7 +36,7 @@ def render_stacks(reply: dict[str, Any]) -> list[str]:
         lines += [f"  {line}" for line in str(stack.get("stack", "")).splitlines()]
         if "standings" in stack:
             recorded[rank] = [CollectiveProgress(**progress) for progress in stack["standings"]]
-            lines.append(f"  flight recorder: {describe_position(recorded[rank])}")
+            lines.append(f"  flight recorder: {describe_hang_position(recorded[rank])}")
         elif "recorder" in stack:
             unrecorded.setdefault(str(stack["recorder"]), []).append(rank)
     if len(recorded) > 1 and (difference := describe_hung_collectives(recorded)):

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand
+from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobClientCommandLine, JobCommand
 from ripstop.cli.options.flags import Flag
 from ripstop.model.errors import UsageError
 from ripstop.model.text_formatting import format_bytes, format_table, one_line, rank_list
@@ -34,14 +34,14 @@ examples
 {JOB_HELP}"""
 
 
-def status(command: ParsedCommand) -> None:
+def status_command(command: JobClientCommandLine) -> None:
     if "--markdown" in command.args and command.as_json:
         raise UsageError("--markdown and --json: only one format can be printed; remove one of them")
     reply = command.find_job().get("/status")
     command.print(render_status_markdown(reply) if "--markdown" in command.args else render_status(reply), reply)
 
 
-def metrics(command: ParsedCommand) -> None:
+def metrics_command(command: JobClientCommandLine) -> None:
     text = command.find_job().metrics()
     command.print(text.removesuffix("\n"), {"metrics": text})
 
@@ -148,6 +148,6 @@ def _status_duration(seconds: float) -> str:
 
 
 COMMANDS = {
-    "status": JobCommand(status, STATUS_HELP, (*JOB_FLAGS, Flag("--markdown"))),
-    "metrics": JobCommand(metrics, METRICS_HELP),
+    "status": JobCommand(status_command, STATUS_HELP, (*JOB_FLAGS, Flag("--markdown"))),
+    "metrics": JobCommand(metrics_command, METRICS_HELP),
 }

@@ -2,7 +2,7 @@
 
 import os
 
-from ripstop.cli.job_client import BASIC_FLAGS, JobCommand, ParsedCommand
+from ripstop.cli.job_client import BASIC_FLAGS, JobClientCommandLine, JobCommand
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import identifier, parse_job_secret
 from ripstop.protocol.secret import api_token
@@ -26,7 +26,7 @@ Exit codes: 0 done; 2 there is no secret, or the command line is wrong.
 """
 
 
-def token(command: ParsedCommand) -> None:
+def token(command: JobClientCommandLine) -> None:
     secret, _ = parse_job_secret(os.environ)
     if not secret:
         raise UsageError("the token is derived from the job's secret; set it in RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE")

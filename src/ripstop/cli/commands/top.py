@@ -2,7 +2,7 @@
 
 import sys
 
-from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand
+from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobClientCommandLine, JobCommand
 from ripstop.model.errors import RipstopError, UsageError
 
 HELP = f"""\
@@ -18,7 +18,7 @@ examples
 FLAGS = tuple(flag for flag in JOB_FLAGS if flag.name != "--json")
 
 
-def top(command: ParsedCommand) -> None:
+def top(command: JobClientCommandLine) -> None:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("stdin and stdout must be a terminal; use ripstop status and ripstop events -f in a script")
     import curses  # not on every system

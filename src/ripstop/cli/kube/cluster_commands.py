@@ -18,14 +18,14 @@ from ripstop.kubernetes.crd import supports_rules
 from ripstop.kubernetes.kube_client import (
     Conflict,
     KubeClient,
+    KubePodClient,
     NotFound,
-    PodClient,
-    collection_path,
-    core_path,
-    jobs_path,
+    kube_collection_path,
+    kube_core_path,
+    kube_jobs_path,
 )
 from ripstop.kubernetes.manifests import HOME, JOB, SLOT, to_yaml
-from ripstop.kubernetes.pods import trainer_container_name, waiting_reason
+from ripstop.kubernetes.pods import pod_waiting_reason, trainer_container_name
 from ripstop.kubernetes.spec import KIND
 from ripstop.model.errors import RipstopError, UsageError
 from ripstop.model.parsers import integer, read_bounded, read_file
@@ -51,7 +51,7 @@ def _require_cluster_packages(*packages: str) -> None:
             raise UsageError(f"the package {package} is not installed; pip install 'ripstop[kubernetes]'")
 
 
-def _connect_to_cluster(args: ParsedArguments) -> tuple[str, KubeClient]:
+def _connect_cluster_command(args: ParsedArguments) -> tuple[str, KubeClient]:
     """The namespace and the cluster that a command is about."""
     _require_cluster_packages("kubernetes")
     return _cluster_namespace(args), KubeClient(args.text("--context") or None)
@@ -80,7 +80,7 @@ def _cluster_namespace(args: ParsedArguments) -> str:
 # create, scale, delete ------------------------------------------------------------------------------------------------
 
 
-def load_objects_for_cluster(name: str) -> list[dict[str, Any]]:
+def load_file_for_cluster_command(name: str) -> list[dict[str, Any]]:
     """Read the objects of a YAML or JSON file."""
     _require_cluster_packages("kubernetes")  # which needs yaml too
     import yaml
@@ -109,12 +109,12 @@ def load_objects_for_cluster(name: str) -> list[dict[str, Any]]:
 
 
 def submit_to_cluster(args: ParsedArguments, objects: Sequence[dict[str, Any]]) -> int:
-    here, server = _connect_to_cluster(args)
+    here, server = _connect_cluster_command(args)
     for item in objects:
         item["metadata"].setdefault("namespace", here)
         kind, name = item["kind"], item["metadata"]["name"]
         try:
-            server.create(collection_path(item), item)
+            server.create(kube_collection_path(item), item)
         except Conflict:
             raise UsageError(
                 f"{kind} {name} exists already; choose another --name, or run `ripstop kube delete {name}` first"
@@ -129,28 +129,28 @@ def submit_to_cluster(args: ParsedArguments, objects: Sequence[dict[str, Any]]) 
 
 def scale_on_cluster(args: ParsedArguments, names: Sequence[str]) -> int:
     name, replicas = names[0], integer("N", names[1], minimum=1, maximum=2**31 - 1)
-    here, server = _connect_to_cluster(args)
+    here, server = _connect_cluster_command(args)
     spec = _get_cluster_job(server, here, name)["spec"]
     least, most = spec.get("minReplicas", 1), spec["maxReplicas"]
     if not least <= replicas <= most:
         raise UsageError(f"{name} has {least} to {most} nodes, not {replicas}; choose a number in this range")
-    server.patch(jobs_path(here, name, part="scale"), {"spec": {"replicas": replicas}})
+    server.patch(kube_jobs_path(here, name, part="scale"), {"spec": {"replicas": replicas}})
     print(f"{here}/{name} scaled to {replicas} pods, from {spec.get('replicas', most)}")
     return 0
 
 
 def delete_from_cluster(args: ParsedArguments, names: Sequence[str]) -> int:
     name = names[0]
-    here, server = _connect_to_cluster(args)
+    here, server = _connect_cluster_command(args)
     _get_cluster_job(server, here, name)
-    server.delete(jobs_path(here, name), {"propagationPolicy": "Background"})
+    server.delete(kube_jobs_path(here, name), {"propagationPolicy": "Background"})
     print(f"deleting {here}/{name} and its pods")
     return 0
 
 
 def _get_cluster_job(server: KubeClient, namespace: str, name: str) -> dict[str, Any]:
     try:
-        return server.get(jobs_path(namespace, name))
+        return server.get(kube_jobs_path(namespace, name))
     except NotFound:
         raise RipstopError(f"no ElasticJob {name} in namespace {namespace}; `ripstop kube status` lists them") from None
 
@@ -159,9 +159,9 @@ def _get_cluster_job(server: KubeClient, namespace: str, name: str) -> dict[str,
 
 
 def print_cluster_status(args: ParsedArguments, names: Sequence[str]) -> int:
-    here, server = _connect_to_cluster(args)
+    here, server = _connect_cluster_command(args)
     if not names:
-        jobs = server.list(jobs_path(here))
+        jobs = server.list(kube_jobs_path(here))
         print(
             json.dumps(jobs, indent=2)
             if "--json" in args
@@ -172,7 +172,7 @@ def print_cluster_status(args: ParsedArguments, names: Sequence[str]) -> int:
     job = _get_cluster_job(server, here, name)
     pods = _list_cluster_pods(server, here, name)
     about = f"involvedObject.kind={KIND},involvedObject.name={name}"
-    events = server.list(core_path(here, "events"), fieldSelector=about)
+    events = server.list(kube_core_path(here, "events"), fieldSelector=about)
     report: dict[str, Any] = {"job": job, "pods": pods, "events": events}
     print(json.dumps(report, indent=2) if "--json" in args else describe_cluster_job(**report))
     return 0
@@ -222,7 +222,7 @@ def _cluster_event_row(event: Json) -> tuple[str, ...]:
 
 def _list_cluster_pods(server: KubeClient, namespace: str, name: str) -> list[dict[str, Any]]:
     """The job's pods, ordered by slot."""
-    found = server.list(core_path(namespace, "pods"), labelSelector=f"{JOB}={name}")
+    found = server.list(kube_core_path(namespace, "pods"), labelSelector=f"{JOB}={name}")
     return sorted(found, key=lambda pod: int(pod["metadata"]["labels"].get(SLOT, -1)))
 
 
@@ -230,7 +230,7 @@ def print_cluster_logs(args: ParsedArguments, names: Sequence[str]) -> int:
     name, follow = names[0], "--follow" in args
     slot = integer("SLOT", names[1], minimum=0, maximum=2**31) if len(names) > 1 else None
     tail = integer("--tail", args.text("--tail", "100"), minimum=0, maximum=MAX_TAIL_LINES)
-    here, server = _connect_to_cluster(args)
+    here, server = _connect_cluster_command(args)
     context = args.text("--context") or None
     followed: dict[str, threading.Thread] = {}
     job = _get_cluster_job(server, here, name)
@@ -263,7 +263,7 @@ def _print_cluster_pod_log(context: str | None, pod: Json, tail: int, follow: bo
     """A line is one write, so lines of several pods are not mixed."""
     name, where = pod["metadata"]["name"], pod["metadata"]["namespace"]
     try:
-        for line in PodClient(context).log(where, name, trainer_container_name(pod), tail=tail, follow=follow):
+        for line in KubePodClient(context).log(where, name, trainer_container_name(pod), tail=tail, follow=follow):
             sys.stdout.write(f"[{name}] {line}\n")
             sys.stdout.flush()
     except BrokenPipeError:
@@ -275,7 +275,7 @@ def _print_cluster_pod_log(context: str | None, pod: Json, tail: int, follow: bo
 def print_cluster_stacks(args: ParsedArguments, names: Sequence[str]) -> int:
     """Run `ripstop stacks` in a pod, which has the coordinator's address and the job's secret."""
     name, ranks = names[0], [str(integer("RANK", rank, minimum=0, maximum=2**31)) for rank in names[1:]]
-    here, server = _connect_to_cluster(args)
+    here, server = _connect_cluster_command(args)
     _get_cluster_job(server, here, name)
     running = [
         pod for pod in _list_cluster_pods(server, here, name) if (pod.get("status") or {}).get("phase") == "Running"
@@ -284,7 +284,7 @@ def print_cluster_stacks(args: ParsedArguments, names: Sequence[str]) -> int:
         raise RipstopError(f"no pod of {here}/{name} is running; see `ripstop kube status {name}`")
     pod = running[0]
     command = [*ripstop_command_on_cluster(pod), "stacks", *ranks]
-    client = PodClient(args.text("--context") or None)
+    client = KubePodClient(args.text("--context") or None)
     code, out, err = client.execute(here, pod["metadata"]["name"], trainer_container_name(pod), command)
     sys.stdout.write(out)
     sys.stderr.write(err)
@@ -307,17 +307,17 @@ def install_on_cluster(args: ParsedArguments, _: Sequence[str]) -> int:
     image, home = args.text("--image", deploy.IMAGE), args.text("--namespace", HOME)
     timeout = integer("--timeout", args.text("--timeout", str(INSTALL_TIMEOUT_S)), minimum=0, maximum=MAX_TIMEOUT_S)
     if "--dry-run" in args:
-        print(to_yaml(deploy.objects(image, home)), end="")
+        print(to_yaml(deploy.objects_to_deploy(image, home)), end="")
         return 0
     _require_cluster_packages("kubernetes")
     server = KubeClient(args.text("--context") or None)
-    for item in deploy.objects(image, home, rules=supports_rules(server.get("/version"))):
+    for item in deploy.objects_to_deploy(image, home, rules=supports_rules(server.get("/version"))):
         kind, name = item["kind"], item["metadata"]["name"]
         try:
-            server.create(collection_path(item), item)
+            server.create(kube_collection_path(item), item)
             print(f"{kind} {name} created")
         except Conflict:
-            server.patch(f"{collection_path(item)}/{name}", item)
+            server.patch(f"{kube_collection_path(item)}/{name}", item)
             print(f"{kind} {name} updated")
     if timeout:
         await_installed_operator(server, item, timeout)
@@ -329,9 +329,9 @@ def await_installed_operator(server: KubeClient, deployment: Json, timeout: floa
     home, name = deployment["metadata"]["namespace"], deployment["metadata"]["name"]
     selector = ",".join(f"{key}={value}" for key, value in deployment["spec"]["selector"]["matchLabels"].items())
     deadline, printed = time.monotonic() + timeout, ""
-    while not deploy.is_rolled_out(current := server.get(f"{collection_path(deployment)}/{name}")):
-        pods = server.list(core_path(home, "pods"), labelSelector=selector)
-        why = next(filter(None, map(waiting_reason, pods)), "its pod is not ready yet")
+    while not deploy.is_deployment_rolled_out(current := server.get(f"{kube_collection_path(deployment)}/{name}")):
+        pods = server.list(kube_core_path(home, "pods"), labelSelector=selector)
+        why = next(filter(None, map(pod_waiting_reason, pods)), "its pod is not ready yet")
         if why != printed:
             print(f"waiting for the operator: {why}", flush=True)
         printed = why
@@ -346,13 +346,13 @@ def await_installed_operator(server: KubeClient, deployment: Json, timeout: floa
 
 def run_cluster_operator(args: ParsedArguments, _: Sequence[str]) -> int:
     _require_cluster_packages("kubernetes", "kopf")
-    from ripstop.kubernetes.job_poller import JobApi
+    from ripstop.kubernetes.job_poller import PolledJobApi
     from ripstop.kubernetes.operator import run_operator
     from ripstop.protocol.secret import api_token
 
     run_operator(
         args.text("--namespace") or None,
-        JobApi(api_token),
+        PolledJobApi(api_token),
         home=args.text("--home", HOME),
         health=args.text("--health") or None,
     )

@@ -12,7 +12,7 @@ from ripstop.cli.commands.run import FLAGS as RUN_FLAGS
 from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse_flags
 from ripstop.cli.options.job import MAX_RESTARTS
 from ripstop.kubernetes import spec
-from ripstop.kubernetes.manifests import KINDS_WITHOUT_OPERATOR, objects_without_operator
+from ripstop.kubernetes.manifests import KINDS_WITHOUT_OPERATOR, manifests_without_operator
 from ripstop.kubernetes.spec import GROUP, KIND, VERSION, Spec
 from ripstop.model.config import MAX_SLOTS
 from ripstop.model.errors import UsageError
@@ -65,7 +65,7 @@ SET_BY_OPERATOR = frozenset({"target", "coordinator_port"})
 QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
 
 
-def parse_kube_arguments(argv: Sequence[str], more: Sequence[Flag] = ()) -> ParsedArguments:
+def parse_job_objects_arguments(argv: Sequence[str], more: Sequence[Flag] = ()) -> ParsedArguments:
     """Parse the command line, without this shell's variables: pods do not have them."""
     return parse_flags((*OWN_FLAGS, *more, HELP_FLAG, *(flag for flag in RUN_FLAGS if flag.name != "--help")), argv, {})
 
@@ -77,7 +77,7 @@ def job_objects(args: ParsedArguments, token: str) -> list[dict[str, Any]]:
     name = _kube_job_name(args)
     metadata = {"name": name} | ({"namespace": args.text("--namespace")} if "--namespace" in args else {})
     fields = _kube_job_spec(args)
-    found = spec.read(name, fields)
+    found = spec.read_spec(name, fields)
     if not isinstance(found, Spec):
         raise UsageError("; ".join(f"{problem.where.removeprefix('spec.')} {problem.text}" for problem in found))
     if "--without-operator" not in args:
@@ -85,7 +85,7 @@ def job_objects(args: ParsedArguments, token: str) -> list[dict[str, Any]]:
     kind = args.text("--without-operator")
     if kind not in KINDS_WITHOUT_OPERATOR:
         raise UsageError(f"--without-operator={kind}: unknown kind; write {' or '.join(KINDS_WITHOUT_OPERATOR)}")
-    return objects_without_operator(kind, metadata, found, token)
+    return manifests_without_operator(kind, metadata, found, token)
 
 
 def _kube_job_name(args: ParsedArguments) -> str:
@@ -100,16 +100,16 @@ def _kube_job_spec(args: ParsedArguments) -> dict[str, Any]:
             raise UsageError(f"{flag}: not available on Kubernetes: every pod gets its own settings; leave it out")
     least, most = node_range("--nnodes", args.text("--nnodes", "1"))
     fields: dict[str, Any] = {"minReplicas": least, "maxReplicas": most}
-    fields["replicas"] = _job_object_number(args, "--replicas", least, most, default=most)
+    fields["replicas"] = _job_objects_integer_flag(args, "--replicas", least, most, default=most)
     if "--spares" in args:
-        fields["spares"] = _job_object_number(args, "--spares", 0, 1000)
+        fields["spares"] = _job_objects_integer_flag(args, "--spares", 0, 1000)
     fields["nprocPerNode"] = _kube_workers_per_pod(args)
-    fields["maxRestarts"] = _job_object_number(args, "--max-restarts", 0, MAX_RESTARTS, default=0)
+    fields["maxRestarts"] = _job_objects_integer_flag(args, "--max-restarts", 0, MAX_RESTARTS, default=0)
     if "--restart-window" in args:
         duration("--restart-window", args.text("--restart-window"))
         fields["restartWindow"] = args.text("--restart-window")
     if "--shutdown-timeout" in args:
-        fields["shutdownTimeout"] = _job_object_number(args, "--shutdown-timeout", 0, 86_400)
+        fields["shutdownTimeout"] = _job_objects_integer_flag(args, "--shutdown-timeout", 0, 86_400)
     if "--standby" in args:
         fields["standby"] = args.text("--standby")
     if "--standby-until" in args:
@@ -122,13 +122,13 @@ def _kube_job_spec(args: ParsedArguments) -> dict[str, Any]:
     return fields
 
 
-def _job_object_number(args: ParsedArguments, flag: str, least: int, most: int, default: int = 0) -> int:
+def _job_objects_integer_flag(args: ParsedArguments, flag: str, least: int, most: int, default: int = 0) -> int:
     return integer(flag, args.text(flag, str(default)), minimum=least, maximum=most)
 
 
 def _kube_workers_per_pod(args: ParsedArguments) -> str:
     if "--nproc-per-node" not in args:
-        return str(_job_object_number(args, "--gpus", 1, MAX_SLOTS, default=1))
+        return str(_job_objects_integer_flag(args, "--gpus", 1, MAX_SLOTS, default=1))
     text = args.text("--nproc-per-node")
     if text not in ("auto", "gpu", "cpu"):
         integer(
@@ -171,7 +171,7 @@ def _kube_job_pod(args: ParsedArguments) -> dict[str, Any]:
     trainer: dict[str, Any] = {
         "name": "trainer",
         "image": args.text("--image"),
-        "command": ["ripstop", "run", *_kube_pod_command_flags(args), *args.program_words()],
+        "command": ["ripstop", "run", *_kube_pod_command_flags(args), *args.program_words_after_flags()],
     }
     if variables := key_values("--env", args.text("--env")):
         trainer["env"] = [{"name": name, "value": value} for name, value in variables.items()]
@@ -195,7 +195,7 @@ def _kube_pod_command_flags(args: ParsedArguments) -> list[str]:
 def _kube_pod_resources(args: ParsedArguments) -> Mapping[str, Any]:
     limits: dict[str, Any] = {}
     if "--gpus" in args:
-        limits["nvidia.com/gpu"] = _job_object_number(args, "--gpus", 1, MAX_SLOTS)
+        limits["nvidia.com/gpu"] = _job_objects_integer_flag(args, "--gpus", 1, MAX_SLOTS)
     for flag, resource in (("--cpus", "cpu"), ("--memory", "memory")):
         if flag in args:
             limits[resource] = _job_object_quantity(args, flag)

@@ -9,7 +9,7 @@ from ripstop.model.errors import UsageError
 from ripstop.model.parsers import integer
 
 
-def note_omp_threads(environ: Mapping[str, str], slots: int, notes: list[str]) -> None:
+def note_device_omp_threads_option(environ: Mapping[str, str], slots: int, notes: list[str]) -> None:
     """`workers/environment.py` sets the variable."""
     if slots > 1 and "OMP_NUM_THREADS" not in environ:
         notes.append(f"OMP_NUM_THREADS is not set: using 1 for each of the {slots} workers, to avoid overload")
@@ -32,7 +32,9 @@ def workers_per_node(args: ParsedArguments, environ: Mapping[str, str]) -> int:
     return found or usable_cpu_count()
 
 
-def bindings(args: ParsedArguments, environ: Mapping[str, str], slots: int, notes: list[str]) -> tuple[Binding, ...]:
+def device_numa_binding_option(
+    args: ParsedArguments, environ: Mapping[str, str], slots: int, notes: list[str]
+) -> tuple[Binding, ...]:
     if "--numa-binding" not in args:
         return ()
     name, text = args.labelled("--numa-binding")
@@ -54,7 +56,7 @@ def bindings(args: ParsedArguments, environ: Mapping[str, str], slots: int, note
     return found
 
 
-def virtual_local_rank(args: ParsedArguments, environ: Mapping[str, str], slots: int) -> bool:
+def device_virtual_local_rank_option(args: ParsedArguments, environ: Mapping[str, str], slots: int) -> bool:
     if "--virtual-local-rank" not in args:
         return False
     visible = environ.get("CUDA_VISIBLE_DEVICES")

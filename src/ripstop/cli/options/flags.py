@@ -73,7 +73,7 @@ class ParsedArguments(Struct, frozen=True):
         """The flag and its value for error messages."""
         return f"{self.label(name)}={self.text(name)}"
 
-    def program_words(self) -> tuple[str, ...]:
+    def program_words_after_flags(self) -> tuple[str, ...]:
         """The program and its arguments for another command line; `--` comes first if it could be taken for a flag."""
         is_ambiguous = self.program[0].startswith("-") or self.program[1:2] == ("--",)
         return ("--", *self.program) if is_ambiguous else self.program
@@ -87,7 +87,7 @@ class ParsedArguments(Struct, frozen=True):
         )
 
 
-def note_unused_flags(args: ParsedArguments, flags: Sequence[str], why: str, notes: list[str]) -> None:
+def note_unused_option_flags(args: ParsedArguments, flags: Sequence[str], why: str, notes: list[str]) -> None:
     notes.extend(f"{args.label(flag)} has no effect {why}" for flag in flags if flag in args)
 
 
@@ -107,7 +107,7 @@ def parse_flags(flags: Sequence[Flag], argv: Sequence[str], environ: Mapping[str
     return ParsedArguments(texts, sources, program, frozenset(switched_off))
 
 
-def parse_mixed(flags: Sequence[Flag], argv: Sequence[str]) -> tuple[ParsedArguments, tuple[str, ...]]:
+def parse_flags_and_positionals(flags: Sequence[Flag], argv: Sequence[str]) -> tuple[ParsedArguments, tuple[str, ...]]:
     """Parse flags and positional arguments in any order, without a program and without environment variables."""
     texts: dict[str, str] = {}
     positional: list[str] = []

@@ -1,6 +1,6 @@
 """The flags about the whole job, which `run` and `coordinator` share."""
 
-from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, note_unused_flags
+from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, note_unused_option_flags
 from ripstop.model.config import Budget, LogFormat, LogLevel, StragglerMode
 from ripstop.model.parsers import duration, integer
 
@@ -26,12 +26,12 @@ JOB_FLAGS = (
 MAX_RESTARTS = 1_000_000
 
 
-def budget(args: ParsedArguments, notes: list[str]) -> Budget:
+def job_restart_budget_options(args: ParsedArguments, notes: list[str]) -> Budget:
     default = Budget()
     restarts = integer(*args.labelled("--max-restarts", "0"), minimum=0, maximum=MAX_RESTARTS)
     if restarts == 0:
         why = "without --max-restarts: there are no restarts"
-        note_unused_flags(args, ("--restart-window", "--restart-backoff"), why, notes)
+        note_unused_option_flags(args, ("--restart-window", "--restart-backoff"), why, notes)
     return Budget(
         max_restarts=restarts,
         window=duration(*args.labelled("--restart-window", str(default.window))),
@@ -42,7 +42,7 @@ def budget(args: ParsedArguments, notes: list[str]) -> Budget:
     )
 
 
-def allow_chaos(args: ParsedArguments, notes: list[str]) -> bool:
+def job_allow_chaos_option(args: ParsedArguments, notes: list[str]) -> bool:
     is_allowed = "--allow-chaos" in args
     if is_allowed:
         notes.append(f"{args.label('--allow-chaos')}: operators may inject faults into this job (ripstop chaos)")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ripstop.cli.options.flags import ParsedArguments, note_unused_flags
+from ripstop.cli.options.flags import ParsedArguments, note_unused_option_flags
 from ripstop.model.config import API_PORT, HealthLimits, StragglerLimits, StragglerMode, Tls
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import address, choice, duration, number, port, webhook_url
@@ -19,7 +19,9 @@ PROBE_PORT_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
 MAX_STRAGGLER_FACTOR = 100.0
 
 
-def health(args: ParsedArguments, conf_name: str, conf: Mapping[str, str], *, alone: bool) -> HealthLimits:
+def monitoring_health_options(
+    args: ParsedArguments, conf_name: str, conf: Mapping[str, str], *, alone: bool
+) -> HealthLimits:
     """The limits of a healthy node; a single node, which no other can replace, has no limit on its disk by default."""
     found = health_limits(conf_name, conf)
     if alone and "min_disk" not in conf:
@@ -49,7 +51,7 @@ def _parse_health_check(name: str, text: str) -> tuple[str, ...]:
     return command
 
 
-def hang_timeout(args: ParsedArguments, notes: list[str]) -> float:
+def monitoring_hang_timeout_option(args: ParsedArguments, notes: list[str]) -> float:
     timeout = duration(*args.labelled("--hang-timeout", "0"))
     if not timeout and "--max-infra-restarts" in args:
         label = args.label("--max-infra-restarts")
@@ -57,17 +59,17 @@ def hang_timeout(args: ParsedArguments, notes: list[str]) -> float:
     return timeout
 
 
-def stragglers(args: ParsedArguments, notes: list[str]) -> StragglerLimits:
+def monitoring_straggler_options(args: ParsedArguments, notes: list[str]) -> StragglerLimits:
     default = StragglerLimits()
     mode = choice(*args.labelled("--straggler", default.mode.value), StragglerMode)
     if mode is StragglerMode.OFF:
-        note_unused_flags(args, ("--straggler-factor", "--straggler-time"), "with --straggler=off", notes)
+        note_unused_option_flags(args, ("--straggler-factor", "--straggler-time"), "with --straggler=off", notes)
     factor = number(*args.labelled("--straggler-factor", str(default.factor)), above=1.0, maximum=MAX_STRAGGLER_FACTOR)
     seconds = duration(*args.labelled("--straggler-time", str(default.seconds)), positive=True)
     return StragglerLimits(mode, factor, seconds)
 
 
-def preemption_notice(args: ParsedArguments) -> str:
+def monitoring_preemption_notice_option(args: ParsedArguments) -> str:
     """A file that need not exist, or a URL; "": none."""
     if "--preemption-notice" not in args:
         return ""
@@ -82,14 +84,16 @@ def preemption_notice(args: ParsedArguments) -> str:
     return str(path.absolute())
 
 
-def probe_port(args: ParsedArguments, environ: Mapping[str, str]) -> int | None:
+def monitoring_probe_port_option(args: ParsedArguments, environ: Mapping[str, str]) -> int | None:
     if "--probe-port" in args:
         return port(*args.labelled("--probe-port"))
     text = environ.get(PROBE_PORT_VARIABLE)
     return port(PROBE_PORT_VARIABLE, text) if text else None
 
 
-def api_address(args: ParsedArguments, token: str, tls: Tls | None, *, local: bool, notes: list[str]) -> Address | None:
+def monitoring_api_address_option(
+    args: ParsedArguments, token: str, tls: Tls | None, *, local: bool, notes: list[str]
+) -> Address | None:
     if "--api" not in args:
         return None
     name = args.label("--api")
@@ -109,7 +113,7 @@ def api_address(args: ParsedArguments, token: str, tls: Tls | None, *, local: bo
     return endpoint
 
 
-def timer_pipe(environ: Mapping[str, str], notes: list[str]) -> Path | None:
+def monitoring_timer_pipe_option(environ: Mapping[str, str], notes: list[str]) -> Path | None:
     """The path of the pipe on which workers set timers, None if timers are off."""
     enabled = environ.get(ENABLE_TIMERS, "0")
     if enabled != "1":
@@ -129,5 +133,5 @@ def timer_pipe(environ: Mapping[str, str], notes: list[str]) -> Path | None:
     return path
 
 
-def notify_url(args: ParsedArguments) -> str:
+def monitoring_notify_url_option(args: ParsedArguments) -> str:
     return webhook_url(*args.labelled("--notify-url")) if "--notify-url" in args else ""

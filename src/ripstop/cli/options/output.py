@@ -13,14 +13,16 @@ PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 LOGS_GROUP = "torchrun.logs_specs"
 
 
-def logs(args: ParsedArguments, environ: Mapping[str, str], slots: int, notes: list[str]) -> Logs:
+def output_logs_options(args: ParsedArguments, environ: Mapping[str, str], slots: int, notes: list[str]) -> Logs:
     directory = Path(text) if (text := args.text("--log-dir")) else None
     kept = directory != Path(os.devnull)  # as in torchrun: write no files
     if not kept:
         directory = None
     if directory is not None and os.path.lexists(directory) and not os.path.isdir(directory):  # noqa: PTH112 (never raises)
         raise UsageError(f"{args.label('--log-dir')}={directory}: exists and is not a directory; name another")
-    redirects, tee = (_output_stream_map(args, flag, slots, notes, kept=kept) for flag in ("--redirects", "--tee"))
+    redirects, tee = (
+        _output_stream_map_option(args, flag, slots, notes, kept=kept) for flag in ("--redirects", "--tee")
+    )
     prefix = environ.get(PREFIX_VARIABLE, "")
     if prefix and not any(tee.of(rank) for rank in range(slots)):
         notes.append(f"{PREFIX_VARIABLE} has no effect without --tee: only lines of --tee have a prefix")
@@ -33,12 +35,14 @@ def logs(args: ParsedArguments, environ: Mapping[str, str], slots: int, notes: l
         stdout_filters=_output_filters(args, "--duplicate-stdout-filters", OutputStreams.OUT, tee, slots, notes),
         stderr_filters=_output_filters(args, "--duplicate-stderr-filters", OutputStreams.ERR, tee, slots, notes),
         prefix=prefix or Logs().prefix,
-        specs=_output_logs_specs(args),
+        specs=_output_logs_specs_option(args),
         kept=kept,
     )
 
 
-def _output_stream_map(args: ParsedArguments, flag: str, slots: int, notes: list[str], *, kept: bool) -> StreamMap:
+def _output_stream_map_option(
+    args: ParsedArguments, flag: str, slots: int, notes: list[str], *, kept: bool
+) -> StreamMap:
     name = args.label(flag)
     chosen = streams(name, args.text(flag, "0"), slots)
     if kept or not any(chosen.of(rank) for rank in range(slots)):
@@ -47,7 +51,7 @@ def _output_stream_map(args: ParsedArguments, flag: str, slots: int, notes: list
     return StreamMap()
 
 
-def _output_logs_specs(args: ParsedArguments) -> str:
+def _output_logs_specs_option(args: ParsedArguments) -> str:
     if "--logs-specs" not in args:
         return ""
     from importlib.metadata import entry_points
@@ -71,14 +75,14 @@ def _output_filters(
     return comma_separated(name, args.text(flag))
 
 
-def own_log(args: ParsedArguments) -> OwnLog:
+def output_own_log_options(args: ParsedArguments) -> OwnLog:
     """How ripstop's own lines are written; --quiet means warnings and no live line, unless --log-level is given."""
     is_quiet = "--quiet" in args
     level = choice(*args.labelled("--log-level", "warning" if is_quiet else "info"), LogLevel)
     return OwnLog(level, choice(*args.labelled("--log-format", "text"), LogFormat), live=not is_quiet)
 
 
-def event_log_handler(args: ParsedArguments) -> str:
+def output_event_handler_option(args: ParsedArguments) -> str:
     """The handler that receives torch's events, "" for none."""
     handler = args.text("--event-log-handler", "null")
     if handler == "null":

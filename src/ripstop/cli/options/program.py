@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from ripstop.cli.options.flags import ParsedArguments, note_unused_flags
+from ripstop.cli.options.flags import ParsedArguments, note_unused_option_flags
 from ripstop.model.config import Entrypoint, Executable, Module, Script, Standby, StartMethod
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import duration, standby_until, standby_workers
@@ -13,13 +13,13 @@ from ripstop.model.parsers import duration, standby_until, standby_workers
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
-def entrypoint(args: ParsedArguments, environ: Mapping[str, str], notes: list[str]) -> Entrypoint:
+def program_entrypoint_options(args: ParsedArguments, environ: Mapping[str, str], notes: list[str]) -> Entrypoint:
     """The program, whose file exists."""
     if not args.program or not args.program[0]:
         raise UsageError("no script; write it after the flags: ripstop run … train.py")
     name, *script_args = args.program
     if "--run-path" in args:
-        note_unused_flags(args, ("--module", "--no-python"), "with --run-path: a script is run", notes)
+        note_unused_option_flags(args, ("--module", "--no-python"), "with --run-path: a script is run", notes)
         if environ.get("PYTHON_EXEC"):
             notes.append("PYTHON_EXEC has no effect with --run-path: ripstop's own interpreter runs the script")
         return Script(_existing_program_file(name), tuple(script_args))
@@ -28,16 +28,16 @@ def entrypoint(args: ParsedArguments, environ: Mapping[str, str], notes: list[st
             raise UsageError("-m and --no-python: a module needs an interpreter; remove one of them")
         if environ.get("PYTHON_EXEC"):
             notes.append("PYTHON_EXEC has no effect with --no-python: no interpreter is started")
-        return Executable((_program_on_path("--no-python", name, environ), *script_args))
+        return Executable((_program_option_on_path("--no-python", name, environ), *script_args))
     if "--module" not in args:
         _existing_program_file(name)
     if python := environ.get("PYTHON_EXEC"):
         module = ("-m",) if "--module" in args else ()
-        return Executable((_program_on_path("PYTHON_EXEC", python, environ), "-u", *module, name, *script_args))
+        return Executable((_program_option_on_path("PYTHON_EXEC", python, environ), "-u", *module, name, *script_args))
     return Module(name, tuple(script_args)) if "--module" in args else Script(name, tuple(script_args))
 
 
-def start_method(args: ParsedArguments, entry: Entrypoint, notes: list[str]) -> StartMethod:
+def program_start_method_option(args: ParsedArguments, entry: Entrypoint, notes: list[str]) -> StartMethod:
     match args.text("--start-method", "zygote"):
         case "zygote" | "fork" | "forkserver":
             start = StartMethod.ZYGOTE
@@ -55,7 +55,7 @@ def start_method(args: ParsedArguments, entry: Entrypoint, notes: list[str]) -> 
     return start
 
 
-def preload(args: ParsedArguments, start: StartMethod, notes: list[str]) -> tuple[str, ...] | None:
+def program_preload_option(args: ParsedArguments, start: StartMethod, notes: list[str]) -> tuple[str, ...] | None:
     if "--preload" not in args:
         return None
     name, text = args.labelled("--preload")
@@ -70,18 +70,20 @@ def preload(args: ParsedArguments, start: StartMethod, notes: list[str]) -> tupl
     return modules
 
 
-def standby(args: ParsedArguments, entry: Entrypoint, start: StartMethod, slots: int, notes: list[str]) -> Standby:
+def program_standby_options(
+    args: ParsedArguments, entry: Entrypoint, start: StartMethod, slots: int, notes: list[str]
+) -> Standby:
     warm_up = ""
     if "--standby-warmup" in args:
-        warm_up = program_standby_warm_up(*args.labelled("--standby-warmup"), entry)
+        warm_up = program_standby_warm_up_option(*args.labelled("--standby-warmup"), entry)
     until = standby_until(*args.labelled("--standby-until", "script"))
     found = standby_workers(*args.labelled("--standby", "off"), Standby(0, False, warm_up, until), entry, start, slots)
     if not found.count:
-        note_unused_flags(args, ("--standby-warmup", "--standby-until"), "without --standby", notes)
+        note_unused_option_flags(args, ("--standby-warmup", "--standby-until"), "without --standby", notes)
     return found
 
 
-def program_standby_warm_up(name: str, text: str, entry: Entrypoint) -> str:
+def program_standby_warm_up_option(name: str, text: str, entry: Entrypoint) -> str:
     """The user's function, whose top-level module exists; importing it is the standby's work."""
     module, _, function = text.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), function)):
@@ -96,17 +98,17 @@ def program_standby_warm_up(name: str, text: str, entry: Entrypoint) -> str:
     return text
 
 
-def program_shutdown_timeout(args: ParsedArguments, environ: Mapping[str, str]) -> float:
+def program_shutdown_timeout_option(args: ParsedArguments, environ: Mapping[str, str]) -> float:
     if "--shutdown-timeout" in args:
         return duration(*args.labelled("--shutdown-timeout"))
-    return default_program_shutdown_timeout(environ)
+    return default_program_shutdown_timeout_option(environ)
 
 
-def program_inprocess_timeout(args: ParsedArguments) -> float:
+def program_inprocess_timeout_option(args: ParsedArguments) -> float:
     return duration(*args.labelled("--inprocess-timeout", "5"))
 
 
-def default_program_shutdown_timeout(environ: Mapping[str, str]) -> float:
+def default_program_shutdown_timeout_option(environ: Mapping[str, str]) -> float:
     return duration(SHUTDOWN_VARIABLE, environ.get(SHUTDOWN_VARIABLE) or "30")
 
 
@@ -117,7 +119,7 @@ def _existing_program_file(script: str) -> str:
     return script
 
 
-def _program_on_path(source: str, name: str, environ: Mapping[str, str]) -> str:
+def _program_option_on_path(source: str, name: str, environ: Mapping[str, str]) -> str:
     from shutil import which  # slow to import, and rarely needed
 
     if which(name, path=environ.get("PATH")) is None:

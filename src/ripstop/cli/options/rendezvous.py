@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ripstop.cli.options.flags import ParsedArguments, note_unused_flags
+from ripstop.cli.options.flags import ParsedArguments, note_unused_option_flags
 from ripstop.model.config import COORDINATOR_PORT, ETCD_PORT, MASTER_PORT, MAX_NODES, Backend
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import address, boolean, host, identifier, integer, port
@@ -46,7 +46,7 @@ def rendezvous_options(
 ) -> RendezvousOptions:
     name = args.label("--rdzv-conf")
     is_host = boolean(f"{name} is_host", conf["is_host"]) if "is_host" in conf else None
-    found = _rendezvous_options_of_backend(args, min_nodes, max_nodes, notes)
+    found = _rendezvous_options_from_backend_flag(args, min_nodes, max_nodes, notes)
     if found.backend is Backend.COORDINATOR:
         return replace(found, is_host=is_host)
     if is_host is not None:
@@ -59,7 +59,7 @@ def rendezvous_options(
     return found
 
 
-def _rendezvous_options_of_backend(
+def _rendezvous_options_from_backend_flag(
     args: ParsedArguments, min_nodes: int, max_nodes: int, notes: list[str]
 ) -> RendezvousOptions:
     local_addr = _rendezvous_local_address(args)
@@ -67,12 +67,14 @@ def _rendezvous_options_of_backend(
     if "--standalone" in args:
         if max_nodes != 1:
             raise UsageError(f"{args.quoted('--nnodes')}: --standalone is for one node; remove one of the two")
-        note_unused_flags(args, (*ENDPOINT_FLAGS, *MASTER_FLAGS, "--node-rank"), "with --standalone", notes)
+        note_unused_option_flags(args, (*ENDPOINT_FLAGS, *MASTER_FLAGS, "--node-rank"), "with --standalone", notes)
         return single_node
     node_rank = _rendezvous_node_rank(args, max_nodes)
     match backend := args.text("--rdzv-backend", "static"):
         case "c10d":
-            note_unused_flags(args, MASTER_FLAGS, "with --rdzv-backend=c10d: the endpoint is --rdzv-endpoint", notes)
+            note_unused_option_flags(
+                args, MASTER_FLAGS, "with --rdzv-backend=c10d: the endpoint is --rdzv-endpoint", notes
+            )
             endpoint, successors = _rendezvous_endpoints(args, max_nodes, notes)
             if endpoint is None:
                 return single_node
@@ -80,7 +82,7 @@ def _rendezvous_options_of_backend(
                 Backend.COORDINATOR, endpoint, successors, node_rank=node_rank, local_addr=local_addr
             )
         case "static" if max_nodes == 1:
-            if (master := _master(args, notes)) is None:
+            if (master := _rendezvous_master_option(args, notes)) is None:
                 return single_node
             has_port = "--master-port" in args or "--rdzv-endpoint" in args
             return replace(single_node, local_addr=local_addr or master.host, store_port=master.port if has_port else 0)
@@ -96,13 +98,13 @@ def _rendezvous_options_of_backend(
     )
 
 
-def rendezvous_options_of_handler(args: ParsedArguments, notes: list[str]) -> RendezvousOptions:
+def rendezvous_options_from_handler_flags(args: ParsedArguments, notes: list[str]) -> RendezvousOptions:
     why = f"with {args.quoted('--rdzv-backend')}: its handler does the rendezvous"
-    note_unused_flags(args, (*MASTER_FLAGS, "--node-rank"), why, notes)
+    note_unused_option_flags(args, (*MASTER_FLAGS, "--node-rank"), why, notes)
     return RendezvousOptions(Backend.HANDLER, local_addr=_rendezvous_local_address(args))
 
 
-def target_nodes(
+def rendezvous_target_nodes_option(
     conf_name: str, conf: Mapping[str, str], rdzv: RendezvousOptions, min_nodes: int, max_nodes: int, notes: list[str]
 ) -> int | None:
     if "target" in conf and rdzv.backend in (Backend.LOCAL, Backend.STATIC):
@@ -112,7 +114,7 @@ def target_nodes(
     return target(conf_name, conf, min_nodes, max_nodes)
 
 
-def with_ranking(
+def rendezvous_options_with_ranking(
     args: ParsedArguments,
     conf: Mapping[str, str],
     rdzv: RendezvousOptions,
@@ -129,7 +131,7 @@ def with_ranking(
         notes.append(f"{name} rank_by has no effect {why}")
         by = RankBy.JOIN
     if by is not RankBy.LABEL:
-        note_unused_flags(args, ["--node-label"], f"without {name} rank_by=label", notes)
+        note_unused_option_flags(args, ["--node-label"], f"without {name} rank_by=label", notes)
     match by:
         case RankBy.SLOT:
             given = rdzv.node_rank if rdzv.node_rank is not None else started_as
@@ -170,7 +172,7 @@ def _check_etcd(args: ParsedArguments, backend: str, notes: list[str]) -> None:
         raise UsageError(
             f"{flag}: the address of etcd is missing; write --rdzv-endpoint=HOST:{ETCD_PORT}, or several with commas"
         )
-    note_unused_flags(args, MASTER_FLAGS, f"with {flag}: etcd's endpoint is --rdzv-endpoint", notes)
+    note_unused_option_flags(args, MASTER_FLAGS, f"with {flag}: etcd's endpoint is --rdzv-endpoint", notes)
     if backend == "etcd-v2":
         notes.append(f"{flag} means etcd: ripstop uses etcd's v3 API")
 
@@ -183,7 +185,7 @@ def _static_master(
         raise UsageError(
             f"{flag}: static has a fixed number of nodes; write --nnodes={max_nodes}, or --rdzv-backend=c10d"
         )
-    master = _master(args, notes)
+    master = _rendezvous_master_option(args, notes)
     if master is None:
         raise UsageError(
             f"{flag}: several nodes need a rendezvous endpoint; write --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT, "
@@ -237,10 +239,10 @@ def _rendezvous_endpoint(args: ParsedArguments, name: str, text: str, max_nodes:
     raise UsageError(f"{name}={text}: several nodes need a fixed port, not 0; write {endpoint.host}:{COORDINATOR_PORT}")
 
 
-def _master(args: ParsedArguments, notes: list[str]) -> Address | None:
+def _rendezvous_master_option(args: ParsedArguments, notes: list[str]) -> Address | None:
     """The address of static's node 0; None if no flag names it."""
     if args.text("--rdzv-endpoint"):
-        note_unused_flags(args, MASTER_FLAGS, "with --rdzv-endpoint", notes)
+        note_unused_option_flags(args, MASTER_FLAGS, "with --rdzv-endpoint", notes)
         return address(*args.labelled("--rdzv-endpoint"), default_port=MASTER_PORT)
     if not any(flag in args for flag in MASTER_FLAGS):
         return None

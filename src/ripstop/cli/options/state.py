@@ -8,7 +8,7 @@ from ripstop.model.errors import UsageError
 from ripstop.model.parsers import byte_size, duration
 
 
-def replication(args: ParsedArguments, notes: list[str], *, max_nodes: int) -> tuple[bool, int]:
+def state_replication_options(args: ParsedArguments, notes: list[str], *, max_nodes: int) -> tuple[bool, int]:
     """Whether nodes keep copies of each other's commits, and the limit in bytes per second (0: none)."""
     mode = args.text("--replicate", "auto")
     if mode not in ("auto", "off"):
@@ -21,7 +21,7 @@ def replication(args: ParsedArguments, notes: list[str], *, max_nodes: int) -> t
     return mode == "auto", limit
 
 
-def checkpoints(args: ParsedArguments, notes: list[str]) -> Checkpoints | None:
+def state_checkpoint_options(args: ParsedArguments, notes: list[str]) -> Checkpoints | None:
     default = Checkpoints(Path())
     interval = duration(*args.labelled("--checkpoint-interval", str(default.interval)), positive=True)
     if not args.text("--checkpoint-dir"):

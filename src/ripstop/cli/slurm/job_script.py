@@ -118,7 +118,7 @@ def _srun_command(args: ParsedArguments, *, is_elastic: bool) -> list[str]:
         srun += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]  # a cluster may have other defaults
     flags = [flag for flag in RUN_FLAGS if flag.name in args]
     texts = [f"{flag.name}={args.text(flag.name)}" if flag.metavar else flag.name for flag in flags]
-    return [" ".join(srun), " ".join(["ripstop run", *map(quote, texts)]), join(args.program_words())]
+    return [" ".join(srun), " ".join(["ripstop run", *map(quote, texts)]), join(args.program_words_after_flags())]
 
 
 def _sbatch_job_name(args: ParsedArguments) -> str:

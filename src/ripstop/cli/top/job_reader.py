@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ripstop.cli.event_stream import follow_events, render_streamed_event, streamed_event_identity
-from ripstop.cli.job_client import RunningJob
+from ripstop.cli.job_client import JobClient
 from ripstop.cli.top.job_view import JobView, RankState, job_view
 from ripstop.model.errors import RipstopError
 
@@ -26,7 +26,7 @@ MAX_ROUNDS = 20
 class JobReader:
     """The latest view of a job."""
 
-    def __init__(self, find_job: Callable[[], RunningJob]) -> None:
+    def __init__(self, find_job: Callable[[], JobClient]) -> None:
         self._find_job = find_job
         self.job = find_job()
         self._changed = threading.Event()

@@ -81,7 +81,7 @@ def job_view(status: dict[str, Any], usage: dict[str, Any] | None, flags: dict[i
             names = ("step", "step_time", "own_time", "age", "memory")
             used = {name: columns[name][index] for name in names} if columns and index is not None else {}
             pid = node["pids"][local] if local < len(node["pids"]) else None
-            state = flags.get(rank) or _rank_state(node["state"], pid, used, median, is_slow=rank in slow)
+            state = flags.get(rank) or _job_view_rank_state(node["state"], pid, used, median, is_slow=rank in slow)
             ranks.append(Rank(rank, node["name"], node["host"], pid, state, **used))
     saved = None
     if usage is not None and usage["checkpoint_at"] is not None:
@@ -89,7 +89,9 @@ def job_view(status: dict[str, Any], usage: dict[str, Any] | None, flags: dict[i
     return JobView(status, tuple(sorted(ranks, key=lambda rank: rank.rank)), median, saved, **more)
 
 
-def _rank_state(node: str, pid: int | None, used: dict[str, Any], median: float | None, *, is_slow: bool) -> RankState:
+def _job_view_rank_state(
+    node: str, pid: int | None, used: dict[str, Any], median: float | None, *, is_slow: bool
+) -> RankState:
     if node == "done":
         return RankState.DONE
     if pid is None:

@@ -108,11 +108,11 @@ def overview_screen(job: JobView, chosen: Selection, width: int, height: int) ->
     table = _screen_table(found, chosen, width, max(3, min(len(found) + 1, left - fixed - MIN_EVENTS)))
     events = job.events[-max(MIN_EVENTS, left - fixed - len(table)) :]
     bottom: list[Line] = [[("ROUNDS", Style.DIM)], *([(text, Style.PLAIN)] for text in rounds)] if rounds else []
-    bottom += [[("EVENTS", Style.DIM)], *([(_screen_event(text, width), Style.PLAIN)] for text in events)]
+    bottom += [[("EVENTS", Style.DIM)], *([(_overview_screen_event(text, width), Style.PLAIN)] for text in events)]
     return [*fit_to_screen([*top, *table, *bottom], width, height - 1), [(KEYS[:width], Style.DIM)]]
 
 
-def _screen_event(text: str, width: int) -> str:
+def _overview_screen_event(text: str, width: int) -> str:
     """`12:34:56.789 node: text`; on a narrow screen without milliseconds."""
     return text if width >= 100 else text[:8] + text[12:]
 
@@ -225,7 +225,7 @@ def _cut_screen_line(line: Line, width: int) -> Line:
     return cut
 
 
-def screen_text_as_ascii(text: str) -> str:
+def screen_characters_as_ascii(text: str) -> str:
     """For a terminal without Unicode."""
     return text.replace("■", "=").encode("ascii", "replace").decode()
 

@@ -20,8 +20,8 @@ from ripstop.cli.top.screen import (
     Selection,
     Style,
     overview_screen,
+    screen_characters_as_ascii,
     screen_rows,
-    screen_text_as_ascii,
     text_screen,
 )
 from ripstop.model.errors import RipstopError
@@ -60,7 +60,7 @@ class Terminal:
         self._view: TextView | None = None
         self._prompt: Prompt | None = None
         self._message = ""
-        self._styles = _terminal_styles()
+        self._styles = _top_terminal_styles()
         self._running = True
 
     def run(self) -> None:
@@ -109,7 +109,7 @@ class Terminal:
 
     def _printable(self, text: str) -> str:
         text = clean(text).replace("\n", " ").replace("\t", "    ")
-        return text if self._window.encoding.lower() in ("utf-8", "utf8") else screen_text_as_ascii(text)
+        return text if self._window.encoding.lower() in ("utf-8", "utf8") else screen_characters_as_ascii(text)
 
     def _refresh(self, view: TextView) -> None:
         if view.refresh is not None and time.monotonic() - view.refreshed_at >= LOG_INTERVAL_S:
@@ -276,7 +276,7 @@ class Terminal:
         self._prompt = Prompt(text, restart)
 
 
-def _terminal_styles() -> dict[Style, int]:
+def _top_terminal_styles() -> dict[Style, int]:
     styles = {
         Style.PLAIN: curses.A_NORMAL,
         Style.DIM: curses.A_DIM,

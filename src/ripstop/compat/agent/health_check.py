@@ -51,7 +51,7 @@ class HealthCheckServer:
         from http.server import ThreadingHTTPServer
 
         try:
-            self._server = ThreadingHTTPServer(("", self._port), _request_handler())
+            self._server = ThreadingHTTPServer(("", self._port), _health_check_request_handler())
         except OSError as error:
             log.warning("no health check: port %d cannot be listened on: %s", self._port, error.strerror)
             return
@@ -89,7 +89,7 @@ class HealthCheckServer:
 
 
 @cache
-def _request_handler() -> type[BaseHTTPRequestHandler]:
+def _health_check_request_handler() -> type[BaseHTTPRequestHandler]:
     """One class for all servers: a class is in a reference cycle, so it must not refer to a server."""
     from http.server import BaseHTTPRequestHandler
 
@@ -114,7 +114,7 @@ def _request_handler() -> type[BaseHTTPRequestHandler]:
 create_healthcheck_server = HealthCheckServer  # not started yet
 
 
-def from_environment(alive_callback: Callable[[], float] = time.time) -> HealthCheckServer | None:
+def health_check_from_environment(alive_callback: Callable[[], float] = time.time) -> HealthCheckServer | None:
     """Start the server, if `TORCHELASTIC_HEALTH_CHECK_PORT` is set."""
     text = os.environ.get(TORCHELASTIC_HEALTH_CHECK_PORT)
     if text is None:

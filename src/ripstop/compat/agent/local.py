@@ -19,9 +19,8 @@ from typing import Any
 
 from ripstop.cli.options.monitoring import ENABLE_TIMERS
 from ripstop.compat import events
-from ripstop.compat.agent import health_check
 from ripstop.compat.agent.group import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
-from ripstop.compat.agent.health_check import HealthCheckServer
+from ripstop.compat.agent.health_check import HealthCheckServer, health_check_from_environment
 from ripstop.compat.agent.simple import SimpleElasticAgent
 from ripstop.compat.metrics import prof
 from ripstop.compat.multiprocessing import LogsSpecs, PContext, start_processes
@@ -55,7 +54,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._log_line_prefix_template = log_line_prefix_template
         self._logs_specs = logs_specs
         self._health_check_server = health_check_server
-        self._uninterruptible_state_timeout = _uninterruptible_state_timeout(uninterruptible_state_timeout)
+        self._uninterruptible_state_timeout = _local_agent_uninterruptible_timeout(uninterruptible_state_timeout)
         self._worker_watchdog: FileTimerServer | None = None
         self._uninterruptible_since: dict[int, float] = {}  # by pid
 
@@ -68,7 +67,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         envs = {worker.local_rank: self._environment(worker_group, worker) for worker in worker_group.workers}
         self._start_watchdog(envs)
         if self._health_check_server is None:
-            self._health_check_server = health_check.from_environment(self._get_alive_time)
+            self._health_check_server = health_check_from_environment(self._get_alive_time)
         if self._health_check_server is not None:
             self._health_check_server.ready_callback = lambda: WorkerState.is_running(worker_group.state)
         ranks = [worker.local_rank for worker in worker_group.workers]
@@ -237,7 +236,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._send_event(event)
 
 
-def _uninterruptible_state_timeout(given: float | None) -> float:
+def _local_agent_uninterruptible_timeout(given: float | None) -> float:
     """Seconds that a worker may be in uninterruptible sleep; 0 for no limit."""
     text = os.environ.get(TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT, "0") if given is None else given
     try:

@@ -26,7 +26,7 @@ from ripstop.compat.agent.group import DEFAULT_ROLE, RunResult, Worker, WorkerGr
 from ripstop.compat.launcher.event_thread import EventThread
 from ripstop.compat.metrics import prof, put_metric, put_run_metrics
 from ripstop.compat.multiprocessing import SignalException
-from ripstop.compat.rendezvous.handler import RendezvousGracefulExitError, is_a
+from ripstop.compat.rendezvous.handler import RendezvousGracefulExitError, is_rendezvous_handler_error
 from ripstop.compat.utils.store import barrier
 from ripstop.coordinator import ranks
 from ripstop.model.round import Address, Node
@@ -106,7 +106,7 @@ class SimpleElasticAgent(ElasticAgent):
             death_sig = error.sigval
             raise
         except Exception as error:
-            if not is_a(error, RendezvousGracefulExitError):
+            if not is_rendezvous_handler_error(error, RendezvousGracefulExitError):
                 raise
             log.info("Rendezvous gracefully exited: %s", error)
             return None  # type: ignore[return-value]  # as torch does
@@ -198,15 +198,15 @@ class SimpleElasticAgent(ElasticAgent):
         size = spec.local_world_size
         if os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1":
             first, total = group_rank * size, group_world_size * size
-            return _workers_of_group(size, first, total, first, total)
+            return _simple_agent_workers(size, first, total, first, total)
         mine = {"role": spec.role, "rank": group_rank, "local_world_size": size}
         store.set(f"{_ROLE_INFO}{group_rank}", json.dumps(mine).encode())
         if group_rank == 0:
             infos = store.multi_get([f"{_ROLE_INFO}{rank}" for rank in range(group_world_size)])
-            firsts = _first_ranks([json.loads(info) for info in infos])
+            firsts = _simple_agent_first_ranks([json.loads(info) for info in infos])
             keys = [f"{_ASSIGNED_RANKS}{rank}" for rank in range(group_world_size)]
             store.multi_set(keys, [json.dumps(first) for first in firsts])
-        return _workers_of_group(size, *json.loads(store.get(f"{_ASSIGNED_RANKS}{group_rank}")))
+        return _simple_agent_workers(size, *json.loads(store.get(f"{_ASSIGNED_RANKS}{group_rank}")))
 
     def _exit_barrier(self) -> None:
         """Wait for the other nodes' workers to finish, so that an early exit is not taken for a lost node."""
@@ -316,12 +316,12 @@ def _get_fq_hostname() -> str:  # torch.distributed.checkpoint imports it
     return socket.getfqdn(socket.gethostname())
 
 
-def _first_ranks(infos: list[dict[str, Any]]) -> list[tuple[int, int, int, int]]:
+def _simple_agent_first_ranks(infos: list[dict[str, Any]]) -> list[tuple[int, int, int, int]]:
     """For each node: its first rank and the world size, and the same within its role."""
     nodes = [Node(str(info["rank"]), "", info["local_world_size"], info["role"]) for info in infos]
     places = ranks.places(nodes, round=0, store=Address("", 0), restarts=0)
     return [(place.first_rank, place.world_size, place.role_first_rank, place.role_size) for place in places]
 
 
-def _workers_of_group(size: int, first: int, total: int, first_in_role: int, of_role: int) -> list[Worker]:
+def _simple_agent_workers(size: int, first: int, total: int, first_in_role: int, of_role: int) -> list[Worker]:
     return [Worker(rank, first + rank, first_in_role + rank, total, of_role) for rank in range(size)]

@@ -23,11 +23,10 @@ from typing import Any
 
 from ripstop.agent.machine_io import ExitAgent
 from ripstop.compat import metrics
-from ripstop.compat.agent import health_check
-from ripstop.compat.agent.health_check import HealthCheckServer
+from ripstop.compat.agent.health_check import HealthCheckServer, health_check_from_environment
 from ripstop.compat.events import get_logging_handler
-from ripstop.compat.launcher.configuration import LaunchConfig, run_config
-from ripstop.compat.launcher.in_program import run_engine
+from ripstop.compat.launcher.configuration import LaunchConfig, run_config_from_launcher_config
+from ripstop.compat.launcher.in_program import run_engine_in_program
 from ripstop.compat.multiprocessing import SignalException
 from ripstop.compat.multiprocessing.errors import ChildFailedError, ProcessFailure
 from ripstop.model.failure import Failure
@@ -74,7 +73,7 @@ def launch_agent(
         log.warning("config has no run_id, generated a random run_id: %s", config.run_id)
     if entrypoint is None:
         raise ValueError("there is nothing to launch: the entrypoint is None; give a function, or a command's name")
-    run = run_config(config, entrypoint, args)
+    run = run_config_from_launcher_config(config, entrypoint, args)
     try:
         get_logging_handler(config.event_log_handler)
     except KeyError as error:
@@ -85,9 +84,9 @@ def launch_agent(
         log.warning("TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT has an effect with LocalElasticAgent only")
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
     name = _name(entrypoint, args)
-    server = health_check_server or health_check.from_environment()
+    server = health_check_server or health_check_from_environment()
     try:
-        end, values = run_engine(run, config, entrypoint, args, name, server)
+        end, values = run_engine_in_program(run, config, entrypoint, args, name, server)
     finally:
         if server is not None:
             server.stop()

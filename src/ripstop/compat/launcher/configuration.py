@@ -16,7 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ripstop.cli.commands.run import configure_run
-from ripstop.cli.options.program import default_program_shutdown_timeout, program_standby_warm_up
+from ripstop.cli.options.program import default_program_shutdown_timeout_option, program_standby_warm_up_option
 from ripstop.cli.options.rendezvous import BACKENDS
 from ripstop.compat.launcher.custom_logs import is_custom
 from ripstop.compat.launcher.handler_link import HANDLER_TIMEOUT_S
@@ -69,46 +69,52 @@ class LaunchConfig:
         if self.logs_specs is None:
             self.logs_specs = DefaultLogsSpecs()
         if self.shutdown_timeout is None:
-            self.shutdown_timeout = _shutdown_timeout()
+            self.shutdown_timeout = _launcher_config_shutdown_timeout()
         elif self.shutdown_timeout < 0:
             raise ValueError(f"shutdown_timeout={self.shutdown_timeout}: a time is 0 or more; give seconds")
 
 
-def _shutdown_timeout() -> float:
+def _launcher_config_shutdown_timeout() -> float:
     try:
-        seconds = default_program_shutdown_timeout(os.environ)
+        seconds = default_program_shutdown_timeout_option(os.environ)
     except UsageError as error:
         raise ValueError(str(error)) from None
     return int(seconds) if seconds.is_integer() else seconds  # torch's is an int, and some programs print it
 
 
-def run_config(config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: Sequence[Any]) -> RunConfig:
+def run_config_from_launcher_config(
+    config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: Sequence[Any]
+) -> RunConfig:
     """The engine's configuration; ValueError for one that cannot be right."""
     if callable(entrypoint) and config.start_method not in METHODS:
         raise ValueError(f"start_method={config.start_method}: there are {', '.join(METHODS)}; choose one of them")
     try:
-        run = _parsed(config)
+        run = _parsed_launcher_config(config)
     except UsageError as error:
         if not getattr(config.numa_options, "should_fall_back_if_binding_fails", False):
             raise ValueError(str(error)) from None
         try:
-            run = _parsed(dataclasses.replace(config, numa_options=None))
+            run = _parsed_launcher_config(dataclasses.replace(config, numa_options=None))
         except UsageError as other:  # the binding was not the cause
             raise ValueError(str(other)) from None
         log.warning("workers are not bound: %s", error)
-    entry = _config_entry("-", ()) if callable(entrypoint) else _config_entry(entrypoint, args)
+    entry = (
+        _launcher_config_entrypoint("-", ()) if callable(entrypoint) else _launcher_config_entrypoint(entrypoint, args)
+    )
     start = StartMethod.EXEC if isinstance(entry, Executable) else StartMethod.ZYGOTE
-    standby = _standby(config, entry, start, "a function is not" if callable(entrypoint) else "")
+    standby = _launcher_config_standby(config, entry, start, "a function is not" if callable(entrypoint) else "")
     return replace(run, entry=entry, start=start, standby=standby, role=config.role)  # torch allows the role ""
 
 
-def _standby(config: LaunchConfig, entry: Entrypoint, start: StartMethod, why_not: str) -> Standby:
+def _launcher_config_standby(config: LaunchConfig, entry: Entrypoint, start: StartMethod, why_not: str) -> Standby:
     text = str(config.standby)
     if why_not and text not in ("off", "0"):
         raise ValueError(f"standby={text}: standbys are forked from a zygote, and {why_not}; leave standby out")
     try:
         warm_up = (
-            program_standby_warm_up("standby_warmup", config.standby_warmup, entry) if config.standby_warmup else ""
+            program_standby_warm_up_option("standby_warmup", config.standby_warmup, entry)
+            if config.standby_warmup
+            else ""
         )
         settings = Standby(0, False, warm_up, standby_until("standby_until", config.standby_until))
         return standby_workers("standby", text, settings, entry, start, config.nproc_per_node)
@@ -116,15 +122,15 @@ def _standby(config: LaunchConfig, entry: Entrypoint, start: StartMethod, why_no
         raise ValueError(str(error)) from None
 
 
-def _parsed(config: LaunchConfig) -> RunConfig:
+def _parsed_launcher_config(config: LaunchConfig) -> RunConfig:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
     if config.log_line_prefix_template is not None:
         environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = config.log_line_prefix_template
-    registered = {config.rdzv_backend} if _is_handler(config.rdzv_backend) else set()
-    return configure_run([*_flags(config), "--no-python", sys.executable], environ, registered)
+    registered = {config.rdzv_backend} if _launcher_config_names_handler(config.rdzv_backend) else set()
+    return configure_run([*_launcher_config_flags(config), "--no-python", sys.executable], environ, registered)
 
 
-def _is_handler(backend: str) -> bool:
+def _launcher_config_names_handler(backend: str) -> bool:
     """Whether this is a rendezvous handler that the program or another package has registered."""
     return backend not in BACKENDS and rendezvous_handler_registry._creator(backend) is not None
 
@@ -132,13 +138,13 @@ def _is_handler(backend: str) -> bool:
 # flags of `ripstop run` -----------------------------------------------------------------------------------------------
 
 
-def _flags(config: LaunchConfig) -> Iterator[str]:
-    conf = {} if _is_handler(config.rdzv_backend) else config.rdzv_configs
+def _launcher_config_flags(config: LaunchConfig) -> Iterator[str]:
+    conf = {} if _launcher_config_names_handler(config.rdzv_backend) else config.rdzv_configs
     conf = {key: value for key, value in conf.items() if value is not None}
     rank = conf.pop("rank", None)
     if "join_timeout" in conf and conf.get("timeout") == HANDLER_TIMEOUT_S:
         del conf["timeout"]  # the default of `LaunchConfig`
-    if config.rdzv_backend not in BACKENDS and not _is_handler(config.rdzv_backend):
+    if config.rdzv_backend not in BACKENDS and not _launcher_config_names_handler(config.rdzv_backend):
         raise ValueError(
             f"rdzv_backend={config.rdzv_backend!r}: there are c10d, etcd, and static for fixed ranks; write "
             "rdzv_backend='c10d', or register a handler of your own with rendezvous_handler_registry"
@@ -158,7 +164,7 @@ def _flags(config: LaunchConfig) -> Iterator[str]:
         "signals-to-handle": _unless_default(config, "signals_to_handle"),
         "monitor-interval": _unless_default(config, "monitor_interval"),
         "numa-binding": config.numa_options.affinity_mode.value if config.numa_options is not None else None,
-        **_log_flags(config),
+        **_launcher_config_log_flags(config),
     }
     yield from (f"--{name}={value}" for name, value in flags.items() if value is not None)
     if config.virtual_local_rank:
@@ -171,33 +177,36 @@ def _unless_default(config: LaunchConfig, name: str) -> Any:
     return None if value == LaunchConfig.__dataclass_fields__[name].default else value
 
 
-def _log_flags(config: LaunchConfig) -> dict[str, str | None]:
+def _launcher_config_log_flags(config: LaunchConfig) -> dict[str, str | None]:
     specs = config.logs_specs
     assert specs is not None, "__post_init__ sets it"
     flags: dict[str, str | None] = {
-        "duplicate-stdout-filters": _joined_filters(config.duplicate_stdout_filters),
-        "duplicate-stderr-filters": _joined_filters(config.duplicate_stderr_filters),
+        "duplicate-stdout-filters": _launcher_config_filters_flag(config.duplicate_stdout_filters),
+        "duplicate-stderr-filters": _launcher_config_filters_flag(config.duplicate_stderr_filters),
     }
     if is_custom(specs):
         return flags | {"tee": "3"}  # `reify` decides; without this flag there would be a warning that nothing is teed
     if specs._root_log_dir != os.devnull:
-        flags |= {"redirects": _streams(specs._redirects), "tee": _streams(specs._tee)}
+        flags |= {
+            "redirects": _launcher_config_streams_flag(specs._redirects),
+            "tee": _launcher_config_streams_flag(specs._tee),
+        }
     ranks = ",".join(map(str, sorted(specs._local_ranks_filter or ())))
     return flags | {"log-dir": specs._root_log_dir or None, "local-ranks-filter": ranks or None}
 
 
-def _joined_filters(filters: list[str] | None) -> str | None:
+def _launcher_config_filters_flag(filters: list[str] | None) -> str | None:
     """A comma inside a text is written twice."""
     return ",".join(text.replace(",", ",,") for text in filters) if filters else None
 
 
-def _streams(choice: Any) -> str:
+def _launcher_config_streams_flag(choice: Any) -> str:
     if isinstance(choice, Mapping):
         return ",".join(f"{rank}:{int(one)}" for rank, one in choice.items()) or "0"
     return str(int(choice))
 
 
-def _config_entry(entrypoint: str, args: Sequence[Any]) -> Entrypoint:
+def _launcher_config_entrypoint(entrypoint: str, args: Sequence[Any]) -> Entrypoint:
     """A command.  This interpreter with a script or a module, as torchrun builds it, starts as a script or module."""
     texts = [str(arg) for arg in args]
     match [entrypoint, *texts]:

@@ -37,10 +37,14 @@ from msgspec import Struct
 from ripstop import cli, launch
 from ripstop.compat.rendezvous import RendezvousParameters, get_rendezvous_handler
 from ripstop.compat.rendezvous.endpoint import parse_rendezvous_endpoint
-from ripstop.compat.rendezvous.handler import RendezvousClosedError, RendezvousGracefulExitError, is_a
+from ripstop.compat.rendezvous.handler import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    is_rendezvous_handler_error,
+)
 from ripstop.coordinator import ranks
 from ripstop.coordinator.restart_budget import RestartBudget, is_early_failure
-from ripstop.diagnostics.failure_ranking import order, root_cause, trimmed_ranking
+from ripstop.diagnostics.failure_ranking import rank_failures, root_cause, trimmed_ranking
 from ripstop.model.config import RunConfig
 from ripstop.model.failure import Failure, JobEnd, how_it_ended
 from ripstop.model.round import Address, Node, Outcome, Place
@@ -104,7 +108,7 @@ class HandlerLink:
     def __init__(self, make: Callable[[], Any], config: RunConfig) -> None:
         self._make = make
         self._config = config
-        self._calls = _HandlerThread()
+        self._calls = _HandlerLinkThread()
         self._handler: Any = None
         self._listener: Listener | None = None
         self._task: asyncio.Task[None] | None = None
@@ -122,7 +126,7 @@ class HandlerLink:
     def local_host(self) -> str | None:
         handler = self._config.handler
         assert handler is not None, "a job with a handler has its name"
-        return "127.0.0.1" if self._config.max_nodes == 1 else _own_address(handler.endpoint)
+        return "127.0.0.1" if self._config.max_nodes == 1 else _handler_link_own_address(handler.endpoint)
 
     @property
     def skew(self) -> float | None:
@@ -212,7 +216,7 @@ class HandlerLink:
             )
             info = await self._calls.run(self._handler.next_rendezvous)
             try:
-                place = await self._calls.run(partial(agree, info, mine, why))
+                place = await self._calls.run(partial(agree_on_handler_link_place, info, mine, why))
             except Exception as error:
                 if attempt == MAX_ATTEMPTS:
                     raise
@@ -273,7 +277,7 @@ class HandlerLink:
         problem = ""
         try:
             if report_done:
-                await self._calls.run(lambda: _report_done_in_store(current))
+                await self._calls.run(lambda: _report_done_through_handler_link(current))
             if await self._calls.run(self._handler.num_nodes_waiting) > 0:
                 end = NextRound("another node waits")
             elif done and await self._calls.run(lambda: current.store.check([_ALL_DONE])):
@@ -295,9 +299,9 @@ class HandlerLink:
     def _report_error(self, error: Exception) -> JobEnd:
         assert self._config.handler is not None, "the error is the handler's"
         name = f"--rdzv-backend={self._config.handler.name}"
-        if is_a(error, RendezvousGracefulExitError):
+        if is_rendezvous_handler_error(error, RendezvousGracefulExitError):
             return self._report(Outcome.SUCCEEDED, f"{name}: this node was a spare, and the job is over")
-        if is_a(error, RendezvousClosedError):
+        if is_rendezvous_handler_error(error, RendezvousClosedError):
             return self._report(Outcome.FAILED, f"{name}: another node has closed the job ({error or 'no reason'})")
         log.debug("%s", name, exc_info=error)
         return self._report(Outcome.FAILED, f"{name}: {type(error).__name__}: {error}")
@@ -317,7 +321,7 @@ class HandlerLink:
 
     def _report(self, outcome: Outcome, why: str) -> JobEnd:
         known = {(failure.rank, failure.at): failure for failure in self._failures}
-        failures = () if outcome is Outcome.SUCCEEDED else trimmed_ranking(order(known.values()))
+        failures = () if outcome is Outcome.SUCCEEDED else trimmed_ranking(rank_failures(known.values()))
         return JobEnd(self._config.run_id, outcome, why, self._newest, self._restarts.used, failures)
 
     def _culprit(self) -> str:
@@ -328,18 +332,18 @@ class HandlerLink:
 # messages through the round's store -----------------------------------------------------------------------------------
 
 
-def agree(info: Any, mine: Join, why: str) -> Place:
+def agree_on_handler_link_place(info: Any, mine: Join, why: str) -> Place:
     """This node's place in the round; the nodes' workers may differ in role and number."""
     store, rank = info.store, info.rank
     store.set(f"{_NODE}{rank}", codec.encode(mine))
     if rank == 0:
         joins = [codec.decode(store.get(f"{_NODE}{each}").decode(), (Join,)) for each in range(info.world_size)]
-        for each, place in enumerate(_agreed_places(joins)):
+        for each, place in enumerate(_handler_link_places(joins)):
             store.set(f"{_PLACE}{each}", codec.encode(Assign(place, why)))
     return codec.decode(store.get(f"{_PLACE}{rank}").decode(), (Assign,)).place
 
 
-def _agreed_places(joins: list[Join]) -> list[Place]:
+def _handler_link_places(joins: list[Join]) -> list[Place]:
     host = joins[0]
     assert host.ready is not None, "set before the rendezvous"
     return ranks.places(
@@ -350,12 +354,12 @@ def _agreed_places(joins: list[Join]) -> list[Place]:
     )
 
 
-def _report_done_in_store(current: Rendezvous) -> None:
+def _report_done_through_handler_link(current: Rendezvous) -> None:
     if current.store.add(_DONE, 1) == current.place.group_size:
         current.store.set(_ALL_DONE, "1")
 
 
-def _own_address(endpoint: str) -> str:
+def _handler_link_own_address(endpoint: str) -> str:
     """This node's address on the route to the endpoint; without a route, the address of its host name."""
     with suppress(OSError, ValueError):
         host, port = parse_rendezvous_endpoint(endpoint, 1)
@@ -368,7 +372,7 @@ def _own_address(endpoint: str) -> str:
     return "127.0.0.1"
 
 
-class _HandlerThread:
+class _HandlerLinkThread:
     """Runs calls one at a time in a daemon thread: a handler may block for a long time."""
 
     def __init__(self) -> None:
@@ -415,9 +419,9 @@ def link_to_handler(config: RunConfig, conf: Mapping[str, Any]) -> HandlerLink:
 
 def main() -> int:
     """`ripstop run` with a handler."""
-    return cli.main(["run", *sys.argv[1:]], with_handler=_run_with_handler)
+    return cli.main(["run", *sys.argv[1:]], with_handler=_run_with_handler_link)
 
 
-def _run_with_handler(config: RunConfig) -> int:
+def _run_with_handler_link(config: RunConfig) -> int:
     assert config.handler is not None, "the configuration names a handler"
     return launch.run(config, link_to_handler(config, dict(config.handler.conf)))

@@ -28,7 +28,7 @@ from ripstop.compat.launcher.configuration import LaunchConfig
 from ripstop.compat.launcher.custom_logs import CustomLogs, is_custom
 from ripstop.compat.launcher.event_thread import EventThread
 from ripstop.compat.launcher.handler_link import link_to_handler
-from ripstop.compat.launcher.spawners import CommandSpawner, FunctionSpawner
+from ripstop.compat.launcher.spawners import LauncherCommandSpawner, LauncherFunctionSpawner
 from ripstop.compat.multiprocessing.function_worker import Inherited
 from ripstop.compat.multiprocessing.logs_specs import is_created_by_logs_specs
 from ripstop.compat.utils import macros
@@ -42,7 +42,7 @@ from ripstop.telemetry.torch_handler import torch_handler_sink
 from ripstop.workers.processes import Children
 
 
-def run_engine(
+def run_engine_in_program(
     run: RunConfig,
     config: LaunchConfig,
     entrypoint: Callable[..., Any] | str,
@@ -56,14 +56,16 @@ def run_engine(
     environ = {key: value for key, value in os.environ.items() if key not in launch.SECRET_VARIABLES}
     results = Path(tempfile.mkdtemp(prefix="ripstop_results_"))
     children = Children(in_program=True)
-    spawner: FunctionSpawner | CommandSpawner
+    spawner: LauncherFunctionSpawner | LauncherCommandSpawner
     try:
         # First, because it finds out whether the function can be sent to workers.
         if isinstance(entrypoint, str):
-            spawner = CommandSpawner(children, run, environ)
+            spawner = LauncherCommandSpawner(children, run, environ)
         else:
             by_rank = [tuple(macros.substitute(list(args), str(rank))) for rank in range(run.slots)]
-            spawner = FunctionSpawner(children, entrypoint, by_rank, config.start_method, results, environ, inherited)
+            spawner = LauncherFunctionSpawner(
+                children, entrypoint, by_rank, config.start_method, results, environ, inherited
+            )
         with ExitStack() as parts:
             parts.callback(children.close)
             parts.callback(spawner.close)
@@ -79,7 +81,7 @@ def run_engine(
                 sinks.append(torch_handler_sink(run, name, events.put))
             source = CustomLogs(config.logs_specs, run.logs, run.role) if is_custom(config.logs_specs) else None
             link = link_to_handler(run, config.rdzv_configs) if run.handler is not None else None
-            console = Console(_program_output_objects())
+            console = Console(_in_program_output_objects())
             part = partial(
                 launch.run_agent, run, directory, spawner, environ, bound, source, sinks, link, console=console
             )
@@ -98,7 +100,7 @@ def run_engine(
         shutil.rmtree(results, ignore_errors=True)
 
 
-def _program_output_objects() -> dict[int, TextIO | None]:
+def _in_program_output_objects() -> dict[int, TextIO | None]:
     """Objects that replace the program's stdout and stderr, by descriptor: torch shows workers' output there.
 
     If there is none, the descriptors are faster, and no lock of a file is held while workers are forked.

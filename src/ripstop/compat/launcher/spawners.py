@@ -24,9 +24,9 @@ from msgspec.structs import replace
 from ripstop.compat.multiprocessing.function_worker import (
     Inherited,
     Task,
+    run_function_worker,
     set_up_function_worker,
     start_function_worker,
-    work,
 )
 from ripstop.compat.multiprocessing.numa_binding import Bind
 from ripstop.compat.utils import macros
@@ -35,13 +35,13 @@ from ripstop.model.errors import StartError
 from ripstop.system import linux
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.processes import Children
-from ripstop.workers.spawner import PreloadResult, ProcessSpec, ServeStore, Spawner, uninterrupted
-from ripstop.workers.zygote.store_process import serve
+from ripstop.workers.spawner import PreloadResult, ProcessSpec, ServeStore, Spawner, wait_for_spawned_pids
+from ripstop.workers.zygote.store_process import run_store_process
 
 METHODS = ("spawn", "fork", "forkserver")
 
 
-class CommandSpawner(Spawner):
+class LauncherCommandSpawner(Spawner):
     """Replaces `${local_rank}` in each worker's arguments."""
 
     def __init__(self, children: Children, config: RunConfig, environ: Mapping[str, str]) -> None:
@@ -56,14 +56,14 @@ class CommandSpawner(Spawner):
             return super().request(spec)
         self._ranks[spec.local_rank] = int(spec.env["RANK"])
         self.has_started = True
-        return super().request(replace(spec, entry=_for_rank(spec.entry, spec.local_rank)))
+        return super().request(replace(spec, entry=_launcher_spawner_entry_for_rank(spec.entry, spec.local_rank)))
 
     def returned(self) -> dict[int, Any]:
         """A command returns nothing."""
         return dict.fromkeys(self._ranks.values())
 
 
-def _for_rank(entry: Any, local_rank: int) -> Any:
+def _launcher_spawner_entry_for_rank(entry: Any, local_rank: int) -> Any:
     match entry:
         case Executable(argv):
             return Executable(tuple(macros.substitute(argv, str(local_rank))))
@@ -72,7 +72,7 @@ def _for_rank(entry: Any, local_rank: int) -> Any:
     return entry
 
 
-class FunctionSpawner:
+class LauncherFunctionSpawner:
     """Starts functions; `args` are by local rank.  `returned` reads the values of the last round's workers."""
 
     def __init__(
@@ -130,7 +130,7 @@ class FunctionSpawner:
             return self._start(specs)
         # In a thread, because sending a large argument waits until the new interpreter runs.
         start = asyncio.get_running_loop().run_in_executor(None, self._start, specs)
-        return await uninterrupted(self.children, start) or []
+        return await wait_for_spawned_pids(self.children, start) or []
 
     def close(self) -> None:
         if self._stores is not None:
@@ -161,11 +161,15 @@ class FunctionSpawner:
             for local_rank, spec in enumerate(specs):
                 match spec.entry:
                     case ServeStore(fd=fd, host=host, port=port):
-                        pids.append(self._start_process(_serve_forked_store, (host, port, fd, self._inherited)))
+                        pids.append(
+                            self._start_process(_serve_launcher_spawner_store, (host, port, fd, self._inherited))
+                        )
                     case _:
                         rank = int(spec.env["RANK"])
                         files[rank] = self._results / f"{self._rounds}.{rank}"
-                        pids.append(self._start_process(work, (self._task(spec, local_rank, files[rank]),)))
+                        pids.append(
+                            self._start_process(run_function_worker, (self._task(spec, local_rank, files[rank]),))
+                        )
         except Exception as error:
             self.children.kill(pids)
             raise StartError(f"no worker can be started: {type(error).__name__}: {error}; see its cause.") from error
@@ -189,7 +193,9 @@ class FunctionSpawner:
     def _start_process(self, target: Callable[..., None], args: tuple[Any, ...]) -> int:
         worker = start_function_worker(self._context, target, args, self._inherited)
         process._children.discard(worker)  # type: ignore[attr-defined]  # the engine reaps it, not multiprocessing
-        self.children.claim(worker.pid, (lambda: _exit_code(worker)) if self._method == "forkserver" else None)
+        self.children.claim(
+            worker.pid, (lambda: _launcher_spawner_exit_code(worker)) if self._method == "forkserver" else None
+        )
         return int(worker.pid)
 
 
@@ -202,11 +208,11 @@ class _SpawnerPopen:
     DupFd = duplicate_for_child
 
 
-def _exit_code(worker: Any) -> int:
+def _launcher_spawner_exit_code(worker: Any) -> int:
     worker.join()
     return int(worker.exitcode)
 
 
-def _serve_forked_store(host: str, port: int, fd: int, inherited: Inherited | None) -> None:
+def _serve_launcher_spawner_store(host: str, port: int, fd: int, inherited: Inherited | None) -> None:
     set_up_function_worker(os.getppid(), inherited, keep=fd)
-    serve(host, port, fd)
+    run_store_process(host, port, fd)

@@ -15,7 +15,7 @@ from ripstop.compat.multiprocessing.context import (
     RunProcsResult,
     SignalException,
     SubprocessContext,
-    validate_full_rank,
+    validate_context_ranks,
 )
 from ripstop.compat.multiprocessing.errors import ProcessFailure
 from ripstop.compat.multiprocessing.function_context import MultiprocessContext
@@ -61,8 +61,8 @@ def start_processes(
     `start_method` starts.  `name` is in the prefix of lines on the console.  Lines of tee'd streams that contain one of
     the `duplicate_…_filters` are also copied to one file for all ranks.
     """
-    validate_full_rank(args, len(args), "args")
-    validate_full_rank(envs, len(args), "envs")
+    validate_context_ranks(args, len(args), "args")
+    validate_context_ranks(envs, len(args), "envs")
     filters = duplicate_stdout_filters, duplicate_stderr_filters
     context: PContext
     if isinstance(entrypoint, str):

@@ -29,7 +29,7 @@ from ripstop.compat.multiprocessing.logs_specs import LogsSpecs
 from ripstop.compat.multiprocessing.subprocess_handler import (
     SubprocessHandler,
     get_subprocess_handler,
-    signal_subprocess,
+    send_subprocess_handler_signal,
 )
 from ripstop.compat.multiprocessing.tail_log import TailLog
 
@@ -47,7 +47,7 @@ class SignalException(Exception):
         self.sigval = sigval
 
 
-def raise_signal(signum: int, _: FrameType | None) -> None:
+def raise_context_signal(signum: int, _: FrameType | None) -> None:
     sigval = signal.Signals(signum)
     raise SignalException(f"Process {os.getpid()} got signal: {sigval}", sigval=sigval)
 
@@ -65,7 +65,7 @@ class RunProcsResult:
         return bool(self.failures)
 
 
-def validate_full_rank(d: Mapping[int, Any], nprocs: int, what: str) -> None:
+def validate_context_ranks(d: Mapping[int, Any], nprocs: int, what: str) -> None:
     if set(d) != set(range(nprocs)):
         raise RuntimeError(
             f"{what}, local rank mapping mismatch, expected: {set(range(nprocs))}, actual: {set(d)}; "
@@ -96,13 +96,13 @@ class PContext(abc.ABC):
         self.envs = envs
         self.nprocs = len(args)
         logs = logs_specs.reify(envs)
-        validate_full_rank(logs.stdouts, self.nprocs, "stdouts")
-        validate_full_rank(logs.stderrs, self.nprocs, "stderrs")
+        validate_context_ranks(logs.stdouts, self.nprocs, "stdouts")
+        validate_context_ranks(logs.stderrs, self.nprocs, "stderrs")
         self.stdouts = logs.stdouts
         self.stderrs = logs.stderrs
         self.error_files = logs.error_files
-        self.filtered_stdout = _open_filtered(logs.filtered_stdout, duplicate_stdout_filters)
-        self.filtered_stderr = _open_filtered(logs.filtered_stderr, duplicate_stderr_filters)
+        self.filtered_stdout = _open_filtered_context_output(logs.filtered_stdout, duplicate_stdout_filters)
+        self.filtered_stderr = _open_filtered_context_output(logs.filtered_stderr, duplicate_stderr_filters)
         tail = partial(TailLog, name, log_line_prefixes=log_line_prefixes)
         self._tail_logs: list[TailLog] = []
         for files, console, filtered, words in (
@@ -111,12 +111,14 @@ class PContext(abc.ABC):
         ):
             self._tail_logs.append(tail(files, console))
             if filtered is not None and words:
-                self._tail_logs.append(tail(files, filtered, log_line_filter=partial(_matches_duplicate_filter, words)))
+                self._tail_logs.append(
+                    tail(files, filtered, log_line_filter=partial(_context_output_matches_filter, words))
+                )
 
     def start(self) -> None:
         """Start the processes; in the main thread, also make the signals that end a process raise exceptions."""
         if threading.current_thread() is threading.main_thread():
-            _turn_signals_into_exceptions()
+            _handle_context_signals()
         else:
             log.warning(
                 "workers are started in a thread that is not the main thread: signals to this process are not handled, "
@@ -168,18 +170,18 @@ class PContext(abc.ABC):
         """By local rank."""
 
 
-def _open_filtered(path: str, words: list[str] | None) -> TextIO | None:
+def _open_filtered_context_output(path: str, words: list[str] | None) -> TextIO | None:
     return Path(path).open("w", encoding="utf-8", errors="replace", buffering=1) if words else None
 
 
-def _matches_duplicate_filter(words: list[str], line: str) -> bool:
+def _context_output_matches_filter(words: list[str], line: str) -> bool:
     return any(word in line for word in words)
 
 
-def _turn_signals_into_exceptions() -> None:
+def _handle_context_signals() -> None:
     for name in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", _SIGNALS).split(","):
         try:
-            signal.signal(signal.Signals[name.strip()], raise_signal)
+            signal.signal(signal.Signals[name.strip()], raise_context_signal)
         except KeyError:
             log.warning("TORCHELASTIC_SIGNALS_TO_HANDLE: there is no signal %r; write SIGTERM,SIGINT", name)
         except (OSError, ValueError) as error:
@@ -214,7 +216,7 @@ class SupervisedContext(PContext):
         """Start a worker; return a new descriptor that becomes readable when it exits."""
 
     @abc.abstractmethod
-    def _reap_worker(self, rank: int) -> int:
+    def _reap_context_worker(self, rank: int) -> int:
         """Exit code of a worker that has exited; negative for a signal."""
 
     @abc.abstractmethod
@@ -250,7 +252,7 @@ class SupervisedContext(PContext):
             if not returned or self._has_failed(pids[rank]):
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(pids[rank], signal.SIGKILL)  # rule 2
-            code = self._reap_worker(rank)
+            code = self._reap_context_worker(rank)
             os.close(self._exit_fds.pop(rank))
             if code or not returned:
                 self._failures[rank] = ProcessFailure(rank, pids[rank], code, self.error_files[rank])
@@ -269,10 +271,10 @@ class SupervisedContext(PContext):
         pids = self.pids()
         for rank in self._exit_fds:
             log.warning("sending %s to process %s", death_sig.name, pids[rank])
-            signal_subprocess(pids[rank], death_sig)
+            send_subprocess_handler_signal(pids[rank], death_sig)
         for rank in self._running_after(timeout):
             log.warning("process %s is alive %s s after %s: sending SIGKILL", pids[rank], timeout, death_sig.name)
-            signal_subprocess(pids[rank], signal.SIGKILL)
+            send_subprocess_handler_signal(pids[rank], signal.SIGKILL)
         for rank in self._running_after(KILL_TIMEOUT_S):
             log.error(
                 "process %s is alive %s s after SIGKILL and is left behind; it hangs in the kernel (a GPU, a network "
@@ -318,7 +320,7 @@ class SubprocessContext(SupervisedContext):
         )
         return os.pidfd_open(handler.proc.pid)
 
-    def _reap_worker(self, rank: int) -> int:
+    def _reap_context_worker(self, rank: int) -> int:
         return self.subprocess_handlers[rank].proc.wait()
 
     def _finish(self) -> RunProcsResult:

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 # error files --------------------------------------------------------------------------------------------------------
 
 
-def read_error_file(path: str) -> tuple[dict[str, Any], float] | None:
+def read_multiprocessing_error_file(path: str) -> tuple[dict[str, Any], float] | None:
     """An error file's content, always with a `message`, and when it was written; None if there is no file."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -54,10 +54,10 @@ def read_error_file(path: str) -> tuple[dict[str, Any], float] | None:
         if not Path(path).is_file():
             return None
         return {"message": f"error file {path} cannot be read: {error.strerror}"}, time.time()
-    return _error_file_data(data, status.st_size), status.st_mtime
+    return _multiprocessing_error_data(data, status.st_size), status.st_mtime
 
 
-def _error_file_data(data: bytes, size: int) -> dict[str, Any]:
+def _multiprocessing_error_data(data: bytes, size: int) -> dict[str, Any]:
     if not data:
         return {"message": ""}
     try:
@@ -93,12 +93,12 @@ class ProcessFailure:
         self._at = time.time()
         self.timestamp = int(self._at)
         self.error_file_data, self.message = {"message": "<NONE>"}, ""
-        if (found := read_error_file(self.error_file)) is None:
+        if (found := read_multiprocessing_error_file(self.error_file)) is None:
             self.error_file = _NOT_AVAILABLE
         else:
             self.error_file_data, self._at = found
             self.message = self.error_file_data["message"]
-            self.timestamp = _process_failure_timestamp(self.error_file_data, self._at)
+            self.timestamp = _multiprocessing_failure_timestamp(self.error_file_data, self._at)
         if not self.message:
             self._set_message_from_exit()
 
@@ -124,7 +124,7 @@ class ProcessFailure:
         return datetime.fromtimestamp(self.timestamp).isoformat(sep="_")
 
 
-def _process_failure_timestamp(content: dict[str, Any], written: float) -> int:
+def _multiprocessing_failure_timestamp(content: dict[str, Any], written: float) -> int:
     message = content["message"]
     extra = message.get("extraInfo") if isinstance(message, dict) else content
     try:
@@ -134,7 +134,7 @@ def _process_failure_timestamp(content: dict[str, Any], written: float) -> int:
     return seconds if 0 <= seconds < 1 << 36 else int(written)  # the range of datetime
 
 
-def _process_failure_time(failure: ProcessFailure) -> float:
+def _multiprocessing_failure_time(failure: ProcessFailure) -> float:
     """The time of the failure, with fractions of a second if both clocks agree."""
     at: float = getattr(failure, "_at", failure.timestamp)
     return at if 0 <= at - failure.timestamp < 2 else failure.timestamp
@@ -154,7 +154,7 @@ class ChildFailedError(Exception):
         return type(self), (self.name, self.failures)
 
     def get_first_failure(self) -> tuple[GlobalRank, ProcessFailure]:
-        rank = min(self.failures, key=lambda rank: _process_failure_time(self.failures[rank]))
+        rank = min(self.failures, key=lambda rank: _multiprocessing_failure_time(self.failures[rank]))
         return rank, self.failures[rank]
 
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
@@ -164,7 +164,7 @@ class ChildFailedError(Exception):
         title = f"{self.name} FAILED"
         blocks = {}
         for index, (rank, failure) in enumerate(self.failures.items()):
-            facts = _process_failure_facts(rank, failure, host)
+            facts = _multiprocessing_failure_facts(rank, failure, host)
             blocks[rank] = f"[{index}]:\n" + "\n".join(f"  {label:<10}: {value}" for label, value in facts)
         lines = [title, *(line for block in blocks.values() for line in block.split("\n"))]
         width = min(_MAX_RULE_WIDTH, max(len(line) for line in lines))
@@ -173,17 +173,17 @@ class ChildFailedError(Exception):
         return "\n".join(("", edge, title, rule, "Failures:", *others, rule, _ROOT_CAUSE, blocks[first], edge))
 
 
-def _process_failure_facts(rank: int, failure: ProcessFailure, host: str) -> Iterator[tuple[str, str]]:
+def _multiprocessing_failure_facts(rank: int, failure: ProcessFailure, host: str) -> Iterator[tuple[str, str]]:
     name = failure.signal_name()
     yield "time", failure.timestamp_isoformat()
     yield "host", host
     yield "rank", f"{rank} (local_rank: {failure.local_rank})"
     yield "exitcode", f"{failure.exitcode} (pid: {failure.pid})" + (f" ({name})" if name != _NOT_AVAILABLE else "")
     yield "error_file", failure.error_file
-    yield "traceback", _process_failure_traceback(failure.message)
+    yield "traceback", _multiprocessing_failure_traceback(failure.message)
 
 
-def _process_failure_traceback(message: Any) -> str:
+def _multiprocessing_failure_traceback(message: Any) -> str:
     if not isinstance(message, dict):
         return str(message)
     extra = message.get("extraInfo")
@@ -210,7 +210,7 @@ class ErrorHandler:
     def record_exception(self, e: BaseException) -> None:
         """Write the exception to the error file; without one, log it."""
         if path := self._get_error_file_path():
-            recording.write_error_file(path, recording.describe(e))
+            recording.write_error_file(path, recording.error_file_content(e))
         else:
             log.info("no error file is written (%s is not set): %s: %s", recording.ERROR_FILE, type(e).__name__, e)
 
@@ -225,7 +225,7 @@ class ErrorHandler:
 
     def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
         """Copy a child's error file, with its exit code, to this process's own."""
-        if (found := read_error_file(rootcause_error_file)) is None:
+        if (found := read_multiprocessing_error_file(rootcause_error_file)) is None:
             log.error("the child's error file %s does not exist and is not copied", rootcause_error_file)
             return
         content, _ = found

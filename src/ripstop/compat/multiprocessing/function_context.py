@@ -19,11 +19,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ripstop.compat.multiprocessing.context import RunProcsResult, SupervisedContext, raise_signal
+from ripstop.compat.multiprocessing.context import RunProcsResult, SupervisedContext, raise_context_signal
 from ripstop.compat.multiprocessing.errors import ProcessFailure
-from ripstop.compat.multiprocessing.function_worker import Inherited, Task, start_function_worker, work
+from ripstop.compat.multiprocessing.function_worker import Inherited, Task, run_function_worker, start_function_worker
 from ripstop.compat.multiprocessing.logs_specs import LogsSpecs
-from ripstop.compat.multiprocessing.numa_binding import binding_of
+from ripstop.compat.multiprocessing.numa_binding import multiprocessing_numa_binding
 
 _NO_RETURN = "the function ended the process (exit code 0) instead of returning; let it return"
 _RELEASE_TIMEOUT_S = 1.0  # workers that have returned usually exit within this time
@@ -46,7 +46,7 @@ class MultiprocessContext(SupervisedContext):
         duplicate_stderr_filters: list[str] | None = None,
     ) -> None:
         self.start_method = start_method
-        self._context = _context(start_method)
+        self._context = _function_start_method_context(start_method)
         filters = duplicate_stdout_filters, duplicate_stderr_filters
         super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, numa_options, *filters)
         self._connections: dict[int, Connection] = {}  # readable when the worker has returned; written to release it
@@ -67,17 +67,19 @@ class MultiprocessContext(SupervisedContext):
 
     def _start_worker(self, rank: int) -> int:
         ours, theirs = multiprocessing.Pipe(duplex=True)
-        task = self._task(rank)
+        task = self._function_task(rank)
         try:
-            process = start_function_worker(self._context, work, (task, theirs), task.inherited, f"{self.name}{rank}")
+            process = start_function_worker(
+                self._context, run_function_worker, (task, theirs), task.inherited, f"{self.name}{rank}"
+            )
         except BaseException as error:
             ours.close()
             if not isinstance(error, pickle.PicklingError | AttributeError | TypeError):
                 raise
             raise pickle.PicklingError(
                 f"start_method={self.start_method}: a worker's function and arguments must be picklable, and those of "
-                f"local rank {rank} ({_function_name(task.function)}) are not: {error}; use a function at the top of a "
-                "module, or start_method='fork'"
+                f"local rank {rank} ({_function_context_entrypoint_name(task.function)}) are not: {error}; "
+                "use a function at the top of a module, or start_method='fork'"
             ) from error
         finally:
             theirs.close()
@@ -86,9 +88,9 @@ class MultiprocessContext(SupervisedContext):
         # A worker's children hold the sentinel open, so it is used only for the fork server's children.
         return os.dup(process.sentinel) if self.start_method == "forkserver" else os.pidfd_open(process.pid)
 
-    def _task(self, rank: int) -> Task:
+    def _function_task(self, rank: int) -> Task:
         assert callable(self.entrypoint)
-        handled = tuple(one for one in signal.Signals if signal.getsignal(one) is raise_signal)
+        handled = tuple(one for one in signal.Signals if signal.getsignal(one) is raise_context_signal)
         return Task(
             function=self.entrypoint,
             args=self.args[rank],
@@ -96,7 +98,7 @@ class MultiprocessContext(SupervisedContext):
             stdout=self.stdouts[rank],
             stderr=self.stderrs[rank],
             result=str(self._result_file(rank)),
-            bind=binding_of(self._numa_options, rank),
+            bind=multiprocessing_numa_binding(self._numa_options, rank),
             inherited=Inherited(handled) if self.start_method == "fork" else None,
         )
 
@@ -107,7 +109,7 @@ class MultiprocessContext(SupervisedContext):
     def _has_returned(self, rank: int) -> bool:
         return self._result_file(rank).exists()
 
-    def _reap_worker(self, rank: int) -> int:
+    def _reap_context_worker(self, rank: int) -> int:
         self._processes[rank].join()
         return int(self._processes[rank].exitcode)
 
@@ -115,10 +117,10 @@ class MultiprocessContext(SupervisedContext):
         if self._result is None:
             self._unreturned = {rank: end for rank, end in self._unreturned.items() if not end.poll()}
             if not self._unreturned and not self._released and all(map(self._has_returned, self._processes)):
-                self._release()
+                self._release_function_workers()
         return super()._poll()
 
-    def _release(self) -> None:
+    def _release_function_workers(self) -> None:
         """All workers have returned: let them exit (rule 3)."""
         self._released = True
         for connection in self._connections.values():
@@ -134,7 +136,9 @@ class MultiprocessContext(SupervisedContext):
         values: dict[int, Any] = {}
         failures = dict(self._failures)
         for failure in failures.values():
-            self._log_failure(failure, f"fn: {_function_name(self.entrypoint)} (start_method: {self.start_method})")
+            self._log_failure(
+                failure, f"fn: {_function_context_entrypoint_name(self.entrypoint)} (start_method: {self.start_method})"
+            )
             if failure.exitcode == 0:
                 failure.message = _NO_RETURN
         for rank, process in self._processes.items() if not failures else ():
@@ -158,11 +162,11 @@ class MultiprocessContext(SupervisedContext):
             shutil.rmtree(self._results, ignore_errors=True)
 
 
-def _function_name(function: Any) -> str:
+def _function_context_entrypoint_name(function: Any) -> str:
     return str(getattr(function, "__qualname__", function))
 
 
-def _context(start_method: str) -> Any:
+def _function_start_method_context(start_method: str) -> Any:
     try:
         return multiprocessing.get_context(start_method)
     except ValueError:

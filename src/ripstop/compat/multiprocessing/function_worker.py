@@ -27,7 +27,7 @@ from ripstop.compat.multiprocessing.errors import record
 from ripstop.compat.multiprocessing.redirects import redirect_permanently
 from ripstop.system import linux
 from ripstop.system.descriptors import open_descriptors
-from ripstop.workers.error_file import user_frames
+from ripstop.workers.error_file import error_file_traceback
 
 
 class Inherited(Struct, frozen=True):
@@ -74,20 +74,20 @@ def start_function_worker(
     return process
 
 
-def work(task: Task, connection: Connection | None = None) -> None:
+def run_function_worker(task: Task, connection: Connection | None = None) -> None:
     """The target of the process."""
     gc.freeze()  # after a fork: destructors of the parent's garbage may need threads that this process does not have
     set_up_function_worker(task.parent, task.inherited)
     os.environ.clear()
     os.environ.update(task.env)
     try:
-        record(partial(_run, task))()
+        record(partial(_run_function_worker_task, task))()
     except KeyboardInterrupt:
         _end_function_worker(signal.SIGINT)
     except Exception as error:
         import traceback
 
-        traceback.print_exception(type(error), error, user_frames(error.__traceback__))
+        traceback.print_exception(type(error), error, error_file_traceback(error.__traceback__))
         sys.exit(1)
     if connection is not None:
         with suppress(OSError):  # the parent does not wait any more
@@ -95,7 +95,7 @@ def work(task: Task, connection: Connection | None = None) -> None:
             wait([connection])
 
 
-def _run(task: Task) -> None:
+def _run_function_worker_task(task: Task) -> None:
     for std, path in (("stdout", task.stdout), ("stderr", task.stderr)):
         if path:
             redirect_permanently(std, path)
@@ -107,10 +107,10 @@ def _run(task: Task) -> None:
         if end.code not in (None, 0):
             raise
         value = None
-    _save(value, task.result)
+    _save_function_worker_result(value, task.result)
 
 
-def _save(value: Any, path: str) -> None:
+def _save_function_worker_result(value: Any, path: str) -> None:
     part = Path(f"{path}.part")
     try:
         with part.open("wb") as file:
@@ -138,7 +138,7 @@ def set_up_function_worker(parent: int | None, inherited: Inherited | None, keep
         for signum in inherited.signals:
             signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
         if inherited.descriptors is not None:
-            _close_inherited_descriptors(inherited.descriptors | {keep})
+            _close_function_worker_descriptors(inherited.descriptors | {keep})
         signal.pthread_sigmask(signal.SIG_UNBLOCK, inherited.signals)
     if parent is None:
         _die_with_multiprocessing_parent()
@@ -148,7 +148,7 @@ def set_up_function_worker(parent: int | None, inherited: Inherited | None, keep
         os._exit(1)
 
 
-def _close_inherited_descriptors(kept: frozenset[int]) -> None:
+def _close_function_worker_descriptors(kept: frozenset[int]) -> None:
     """Replace all others by /dev/null: their numbers must stay taken, because inherited objects still use them."""
     null = os.open(os.devnull, os.O_RDWR)
     for fd in open_descriptors() - kept - {null}:

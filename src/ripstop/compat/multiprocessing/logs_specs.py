@@ -153,7 +153,7 @@ class DefaultLogsSpecs(LogsSpecs):
     def _attempt_dir(self, env: Mapping[str, str]) -> Path:
         if self._run_log_dir is None:
             run_id = env.get("TORCHELASTIC_RUN_ID", "test_run_id")
-            with _log_dir_errors(self.root_log_dir):
+            with _logs_specs_directory_errors(self.root_log_dir):
                 self._run_log_dir = tempfile.mkdtemp(prefix=f"{run_id}_", dir=self._root_log_dir)
             log.info("workers' logs: %s", self._run_log_dir)
         attempt = Path(self._run_log_dir, f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}")
@@ -185,7 +185,7 @@ class DefaultLogsSpecs(LogsSpecs):
 
 
 @contextmanager
-def _log_dir_errors(directory: str | Path) -> Iterator[None]:
+def _logs_specs_directory_errors(directory: str | Path) -> Iterator[None]:
     """Name the directory in an error.  Its class stays, because Python chooses an OSError's class by its number."""
     try:
         yield
@@ -195,7 +195,7 @@ def _log_dir_errors(directory: str | Path) -> Iterator[None]:
 
 
 def _make_log_dir(directory: str | Path) -> None:
-    with _log_dir_errors(directory):
+    with _logs_specs_directory_errors(directory):
         Path(directory).mkdir(parents=True, exist_ok=True)
 
 

@@ -36,7 +36,7 @@ class Bind(Struct, frozen=True):
         ctypes.CDLL(None).syscall(long(self.policy_call), long(_MPOL_PREFERRED), mask, long(len(mask) * 64 + 1))
 
 
-def binding_of(numa_options: Any, local_rank: int) -> Callable[[], None] | None:
+def multiprocessing_numa_binding(numa_options: Any, local_rank: int) -> Callable[[], None] | None:
     """A function that binds this worker; None for no binding, or if it is impossible and a fallback is allowed."""
     if numa_options is None:
         return None

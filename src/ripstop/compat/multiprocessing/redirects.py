@@ -28,7 +28,7 @@ def redirect(std: str, to_file: str) -> Iterator[None]:
             yield
         finally:
             try:
-                _flush(std)
+                _flush_redirected_stream(std)
             finally:  # even if the disk is full
                 os.dup2(before, _DESCRIPTORS[std])
                 setattr(sys, std, stream)
@@ -45,15 +45,15 @@ def redirect_permanently(std: str, to_file: str, *, truncate: bool = False) -> N
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (os.O_TRUNC if truncate else 0)
     file = os.open(to_file, flags, 0o666)
     try:
-        _flush(std)
+        _flush_redirected_stream(std)
         os.dup2(file, _DESCRIPTORS[std])
     finally:
         os.close(file)
-    if not _is_on_descriptor(std):
+    if not _redirect_reaches_stream(std):
         setattr(sys, std, os.fdopen(_DESCRIPTORS[std], "w", 1, "utf-8", "backslashreplace", closefd=False))
 
 
-def _is_on_descriptor(std: str) -> bool:
+def _redirect_reaches_stream(std: str) -> bool:
     """Whether Python's stream writes to the process's descriptor."""
     try:
         return bool(getattr(sys, std).fileno() == _DESCRIPTORS[std])
@@ -61,7 +61,7 @@ def _is_on_descriptor(std: str) -> bool:
         return False
 
 
-def _flush(std: str) -> None:
+def _flush_redirected_stream(std: str) -> None:
     """Flush the buffers of C and Python."""
     ctypes.CDLL(None).fflush(None)
     if (stream := getattr(sys, std)) is not None:

@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from subprocess import Popen
 from typing import IO, Any
 
-from ripstop.compat.multiprocessing.numa_binding import binding_of
+from ripstop.compat.multiprocessing.numa_binding import multiprocessing_numa_binding
 from ripstop.system.linux import parent_death_signal
 
 __all__ = ["SubprocessHandler", "get_subprocess_handler"]
@@ -46,18 +46,18 @@ class SubprocessHandler:
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
-                preexec_fn=_subprocess_preexec(binding_of(numa_options, local_rank_id)),  # noqa: PLW1509 (it needs no lock that a thread may hold)
+                preexec_fn=_subprocess_handler_preexec(multiprocessing_numa_binding(numa_options, local_rank_id)),  # noqa: PLW1509 (it needs no lock that a thread may hold)
             )
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Send the signal (SIGTERM) to the worker's process group; does not wait."""
-        signal_subprocess(self.proc.pid, death_sig or signal.SIGTERM)
+        send_subprocess_handler_signal(self.proc.pid, death_sig or signal.SIGTERM)
 
 
 get_subprocess_handler = SubprocessHandler  # `SubprocessContext` calls it for each worker
 
 
-def signal_subprocess(pid: int, signum: signal.Signals) -> None:
+def send_subprocess_handler_signal(pid: int, signum: signal.Signals) -> None:
     """Send a signal to a worker's process group; to the worker alone if it does not lead its group yet."""
     for each in (signum, signal.SIGCONT):  # a stopped process handles no signal until it continues
         try:
@@ -72,7 +72,7 @@ def _open_subprocess_log(path: str) -> IO[bytes]:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666), "wb", buffering=0)
 
 
-def _subprocess_preexec(bind: Callable[[], None] | None) -> Callable[[], None] | None:
+def _subprocess_handler_preexec(bind: Callable[[], None] | None) -> Callable[[], None] | None:
     """What the new process runs before it executes the command."""
     dies_with_parent = threading.current_thread() is threading.main_thread()
     if not dies_with_parent and bind is None:

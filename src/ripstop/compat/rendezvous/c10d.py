@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ripstop.compat.rendezvous.dynamic import RendezvousBackend, Token, decode_backend_state
+from ripstop.compat.rendezvous.dynamic import RendezvousBackend, Token, decode_dynamic_rendezvous_state
 from ripstop.compat.rendezvous.endpoint import parse_rendezvous_endpoint
 from ripstop.compat.rendezvous.handler import RendezvousConnectionError, RendezvousParameters
 from ripstop.model.config import COORDINATOR_PORT
@@ -65,7 +65,7 @@ class C10dRendezvousBackend(RendezvousBackend):
     def _decoded(self, value: bytes) -> tuple[bytes, Token] | None:
         if value == _EMPTY:
             return None
-        return decode_backend_state(value, f"the key {self._key} of the store"), value
+        return decode_dynamic_rendezvous_state(value, f"the key {self._key} of the store"), value
 
 
 def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, Any]:
@@ -77,15 +77,15 @@ def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend,
     """
     match kind := str(params.get("store_type", "tcp")).strip().lower():
         case "tcp":
-            store = _tcp_store(params)
+            store = _c10d_rendezvous_tcp_store(params)
         case "file":
-            store = _file_store(params)
+            store = _c10d_rendezvous_file_store(params)
         case _:
             raise ValueError(f"store_type={kind}: there are tcp and file; choose one of them")
     return C10dRendezvousBackend(store, params.run_id), store
 
 
-def _tcp_store(params: RendezvousParameters) -> Any:
+def _c10d_rendezvous_tcp_store(params: RendezvousParameters) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     host, port = parse_rendezvous_endpoint(params.endpoint, COORDINATOR_PORT)
@@ -109,7 +109,7 @@ def _tcp_store(params: RendezvousParameters) -> Any:
     raise AssertionError("one of the tries returns or raises")
 
 
-def _file_store(params: RendezvousParameters) -> Any:
+def _c10d_rendezvous_file_store(params: RendezvousParameters) -> Any:
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     path = params.endpoint

@@ -1,7 +1,7 @@
 """A rendezvous without a coordinator: its shared state is one value that nodes change by compare-and-set.  Pure.
 
-`Participant` is one node's part.  Each of its steps takes the state as it was read and returns what to do: write
-another state, wait and read again, or stop.  A driver (`dynamic.py`) reads, writes and sleeps.  Rules:
+`CompareAndSetParticipant` is one node's part.  Each of its steps takes the state as it was read and returns what to do:
+write another state, wait and read again, or stop.  A driver (`dynamic.py`) reads, writes and sleeps.  Rules:
 
 1.  A step depends on the state, never on earlier steps.  So a write whose reply was lost is found in the state and not
     repeated, and a write that came too late is replaced by what the newer state needs.
@@ -60,7 +60,7 @@ class Candidate(Struct, frozen=True, array_like=True):
     store: StoreAddress
 
 
-class SharedState(Struct, frozen=True, tag_field="ripstop", tag=VERSION):
+class CompareAndSetState(Struct, frozen=True, tag_field="ripstop", tag=VERSION):
     """The last round with its members by rank, the members that left it, and the candidates for the next round."""
 
     run_id: str
@@ -85,7 +85,7 @@ class SharedState(Struct, frozen=True, tag_field="ripstop", tag=VERSION):
 class Write(Struct, frozen=True):
     """Replace the state that was read with this one."""
 
-    state: SharedState
+    state: CompareAndSetState
 
 
 class Wait(Struct, frozen=True):
@@ -117,7 +117,7 @@ class Done(Struct, frozen=True):
 Step = Write | Wait | Formed | RendezvousClosed | Done
 
 
-class Participant:
+class CompareAndSetParticipant:
     """One node of a rendezvous; `node` is a name that no other process ever has."""
 
     def __init__(self, node: str, settings: ParticipantSettings) -> None:
@@ -125,14 +125,14 @@ class Participant:
         self.round = 0  # the last one this node was in
         self._settings = settings
         self._rank: int | None = None  # in that round
-        self._formed: SharedState | None = None  # the state when that round formed
+        self._formed: CompareAndSetState | None = None  # the state when that round formed
         self._time = 0.0  # spent reading (rule 4)
         self._read_at: float | None = None
         self._unchanged: dict[str, tuple[object, float]] = {}  # a value, and since when it is unchanged
 
     # steps ------------------------------------------------------------------------------------------------------------
 
-    def join(self, state: SharedState, store: StoreAddress, now: float) -> Step:
+    def join(self, state: CompareAndSetState, store: StoreAddress, now: float) -> Step:
         """Leave the current round and join the next; this node would serve the workers' store at `store`."""
         self._advance_time(now)
         if state.closed:
@@ -140,7 +140,7 @@ class Participant:
         if state.round > self.round and self.node in state.active() and (formed := self._enter(state, store)):
             return formed
         if self._formed is not None and state.round < self.round:
-            return self._write(_restored(state, self._formed))  # rule 6
+            return self._write(_restored_compare_and_set_state(state, self._formed))  # rule 6
         after = self._without_lost_nodes(state)
         after = self._with_candidate(after, Candidate(self.node, self.round, self._rank, store))
         after = self._with_next_round(after)
@@ -148,28 +148,28 @@ class Participant:
             return self._write(after)
         return Wait(spare=self._is_spare(state))
 
-    def heartbeat(self, state: SharedState, now: float) -> Step:
+    def heartbeat(self, state: CompareAndSetState, now: float) -> Step:
         """Write a heartbeat when it is due, and remove nodes whose heartbeats stopped."""
         self._advance_time(now)
         if state.closed:
             return Done()
         if self._formed is not None and state.round < self.round:
-            return self._write(_restored(state, self._formed))  # rule 6
+            return self._write(_restored_compare_and_set_state(state, self._formed))  # rule 6
         if self.node not in state.heartbeats:
             return Done()  # the others removed this node; `waiting` reports that its round is over
         after = self._without_lost_nodes(state)
         return self._write(after) if after != state or self._is_heartbeat_due(state) else Done()
 
-    def leave(self, state: SharedState) -> Step:
+    def leave(self, state: CompareAndSetState) -> Step:
         """Remove this node from its round and from the candidates."""
         if state.closed or self.node not in state.heartbeats:
             return Done()
-        return self._write(_without(state, {self.node}))
+        return self._write(_compare_and_set_state_without(state, {self.node}))
 
-    def close(self, state: SharedState) -> Step:
+    def close(self, state: CompareAndSetState) -> Step:
         return Done() if state.closed else self._write(replace(state, closed=True))
 
-    def waiting(self, state: SharedState) -> int:
+    def waiting(self, state: CompareAndSetState) -> int:
         """How many nodes wait for this one to join the next round; at least 1 when its own round is over."""
         if state.closed:
             return 0
@@ -182,7 +182,7 @@ class Participant:
 
     # parts of steps ---------------------------------------------------------------------------------------------------
 
-    def _enter(self, state: SharedState, store: StoreAddress) -> Formed | None:
+    def _enter(self, state: CompareAndSetState, store: StoreAddress) -> Formed | None:
         rank = state.members.index(self.node)
         assert state.store is not None, "a round has a store"
         self.round, self._rank, self._formed = state.round, rank, state
@@ -190,7 +190,7 @@ class Participant:
             return None  # the round was formed with a port that this node does not serve any more: join again
         return Formed(state.round, rank, len(state.members), state.store, state.members[0])
 
-    def _with_candidate(self, state: SharedState, candidate: Candidate) -> SharedState:
+    def _with_candidate(self, state: CompareAndSetState, candidate: Candidate) -> CompareAndSetState:
         known = {other.node: other for other in state.candidates}
         if known.get(self.node) != candidate:
             state = replace(state, candidates=tuple((known | {self.node: candidate}).values()))
@@ -198,7 +198,7 @@ class Participant:
             state = replace(state, departed=state.departed | {self.node})
         return state
 
-    def _with_next_round(self, state: SharedState) -> SharedState:
+    def _with_next_round(self, state: CompareAndSetState) -> CompareAndSetState:
         """The state with the next round, if it can form (rules 2 and 3)."""
         min_nodes, max_nodes = self._settings.min_nodes, self._settings.max_nodes
         candidates = state.candidates
@@ -223,22 +223,22 @@ class Participant:
             candidates=tuple(one for one in candidates if one not in chosen),
         )
 
-    def _without_lost_nodes(self, state: SharedState) -> SharedState:
+    def _without_lost_nodes(self, state: CompareAndSetState) -> CompareAndSetState:
         known = state.heartbeats.keys() | {"quorum"}
         self._unchanged = {key: value for key, value in self._unchanged.items() if key in known}
         timeout = self._settings.heartbeat_timeout
         lost = {node for node, beat in state.heartbeats.items() if self._seconds_unchanged(node, beat) >= timeout}
-        return _without(state, lost - {self.node})
+        return _compare_and_set_state_without(state, lost - {self.node})
 
-    def _is_heartbeat_due(self, state: SharedState) -> bool:
+    def _is_heartbeat_due(self, state: CompareAndSetState) -> bool:
         age = self._seconds_unchanged(self.node, state.heartbeats.get(self.node))
         return age >= self._settings.heartbeat_interval
 
-    def _is_spare(self, state: SharedState) -> bool:
+    def _is_spare(self, state: CompareAndSetState) -> bool:
         is_candidate = any(candidate.node == self.node for candidate in state.candidates)
         return is_candidate and len(state.active()) >= self._settings.max_nodes
 
-    def _write(self, state: SharedState) -> Write:
+    def _write(self, state: CompareAndSetState) -> Write:
         revision = state.revision + 1
         present = {*state.active(), *(candidate.node for candidate in state.candidates)}
         heartbeats = {node: beat for node, beat in state.heartbeats.items() if node in present}
@@ -259,7 +259,7 @@ class Participant:
         return self._time - self._unchanged[key][1]
 
 
-def _without(state: SharedState, nodes: set[str]) -> SharedState:
+def _compare_and_set_state_without(state: CompareAndSetState, nodes: set[str]) -> CompareAndSetState:
     if not nodes:
         return state
     return replace(
@@ -270,7 +270,7 @@ def _without(state: SharedState, nodes: set[str]) -> SharedState:
     )
 
 
-def _restored(state: SharedState, formed: SharedState) -> SharedState:
+def _restored_compare_and_set_state(state: CompareAndSetState, formed: CompareAndSetState) -> CompareAndSetState:
     """The last round as it formed, without the members that have joined the next one since."""
     return replace(
         state,
@@ -284,18 +284,18 @@ def _restored(state: SharedState, formed: SharedState) -> SharedState:
 
 # the stored value -----------------------------------------------------------------------------------------------------
 
-_FIELDS = {each.encode_name for each in msgspec.structs.fields(SharedState)}
+_FIELDS = {each.encode_name for each in msgspec.structs.fields(CompareAndSetState)}
 
 
-def encode(state: SharedState) -> bytes:
+def encode_compare_and_set_state(state: CompareAndSetState) -> bytes:
     return msgspec.json.encode(state, order="deterministic")
 
 
-def decode(value: bytes, run_id: str) -> SharedState:
-    """The state that `encode` wrote; `ProtocolError` for anything else (rule 7)."""
+def decode_compare_and_set_state(value: bytes, run_id: str) -> CompareAndSetState:
+    """The state that `encode_compare_and_set_state` wrote; `ProtocolError` for anything else (rule 7)."""
     found = parse_record(value, run_id, version=VERSION, max_size=MAX_STATE_BYTES)
     try:
-        state = msgspec.convert(found, SharedState)
+        state = msgspec.convert(found, CompareAndSetState)
     except msgspec.ValidationError:
         state = None
     if (

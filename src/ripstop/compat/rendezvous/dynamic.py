@@ -26,17 +26,17 @@ from datetime import timedelta
 from typing import Any
 
 from ripstop.compat.rendezvous.compare_and_set import (
+    CompareAndSetParticipant,
+    CompareAndSetState,
     Formed,
-    Participant,
     ParticipantSettings,
     RendezvousClosed,
-    SharedState,
     Step,
     StoreAddress,
     Wait,
     Write,
-    decode,
-    encode,
+    decode_compare_and_set_state,
+    encode_compare_and_set_state,
 )
 from ripstop.compat.rendezvous.handler import (
     RendezvousClosedError,
@@ -49,7 +49,7 @@ from ripstop.compat.rendezvous.handler import (
     RendezvousStateError,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
-    is_a,
+    is_rendezvous_handler_error,
 )
 from ripstop.model.errors import ProtocolError
 
@@ -92,7 +92,7 @@ class RendezvousBackend(ABC):
         """
 
 
-def decode_backend_state(value: bytes, where: str) -> bytes:
+def decode_dynamic_rendezvous_state(value: bytes, where: str) -> bytes:
     """A stored state; backends store base64, as torch does, to detect other values."""
     try:
         return b64decode(value, validate=True)
@@ -145,7 +145,7 @@ class RendezvousSettings:
             raise ValueError(f"keep_alive_max_attempt={self.keep_alive_max_attempt}: give 1 or more")
 
 
-class StateHolder:
+class DynamicRendezvousStateHolder:
     """The shared state as it was last read or written."""
 
     def __init__(self, backend: RendezvousBackend, run_id: str) -> None:
@@ -153,21 +153,21 @@ class StateHolder:
         self._run_id = run_id
         self._token: Token | None = None
         self._read = 0.0
-        self.state = SharedState(run_id)
+        self.state = CompareAndSetState(run_id)
 
-    def read(self, age: float = 0.0) -> SharedState:
+    def read(self, age: float = 0.0) -> CompareAndSetState:
         """The state; it may have been read up to `age` seconds ago."""
         if not age or time.monotonic() - self._read >= age:
             found = self._backend.get_state()
             self._accept(*(found or (None, None)))
         return self.state
 
-    def write(self, state: SharedState) -> SharedState:
+    def write(self, state: CompareAndSetState) -> CompareAndSetState:
         """Try to write; returns the state that is stored now, whichever node wrote it."""
         try:
-            found = self._backend.set_state(encode(state), self._token)
+            found = self._backend.set_state(encode_compare_and_set_state(state), self._token)
         except Exception as error:
-            if not is_a(error, RendezvousConnectionError):
+            if not is_rendezvous_handler_error(error, RendezvousConnectionError):
                 raise
             return self.read()  # the write may have succeeded; if this fails too, its error is raised
         self._accept(*(found[:2] if found else (None, None)))
@@ -175,7 +175,9 @@ class StateHolder:
 
     def _accept(self, value: bytes | None, token: Token | None) -> None:
         try:
-            self.state = SharedState(self._run_id) if value is None else decode(value, self._run_id)
+            self.state = (
+                CompareAndSetState(self._run_id) if value is None else decode_compare_and_set_state(value, self._run_id)
+            )
         except ProtocolError as error:
             raise RendezvousStateError(
                 f"the state of the rendezvous {self._run_id!r} cannot be used: {error}; it is left as it is: "
@@ -203,10 +205,15 @@ class DynamicRendezvousHandler(RendezvousHandler):
         """A new node; the stores of its rounds are prefixes of `store`."""
         timeout, interval = timeout or RendezvousTimeout(), timedelta(seconds=keep_alive_interval)
         settings = RendezvousSettings(run_id, min_nodes, max_nodes, timeout, interval, keep_alive_max_attempt)
-        return cls(local_addr, settings, backend.name, store, StateHolder(backend, run_id))
+        return cls(local_addr, settings, backend.name, store, DynamicRendezvousStateHolder(backend, run_id))
 
     def __init__(
-        self, node: str | None, settings: RendezvousSettings, backend_name: str, store: Any, state_holder: StateHolder
+        self,
+        node: str | None,
+        settings: RendezvousSettings,
+        backend_name: str,
+        store: Any,
+        state_holder: DynamicRendezvousStateHolder,
     ) -> None:
         """`node`: the address of this node for other nodes, if the user gave one."""
         interval, attempts = settings.keep_alive_interval.total_seconds(), settings.keep_alive_max_attempt
@@ -218,7 +225,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._heartbeat_interval = min(interval, interval * attempts / 3)  # one late heartbeat does not remove a node
         last_call = settings.timeout.last_call.total_seconds()
         times = (last_call, self._heartbeat_interval, interval * attempts)
-        self._participant = Participant(
+        self._participant = CompareAndSetParticipant(
             f"{self._host}_{os.getpid()}_{uuid.uuid4().hex[:8]}",
             ParticipantSettings(settings.min_nodes, settings.max_nodes, *times),
         )
@@ -277,7 +284,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         try:
             self.set_closed()
         except Exception as error:
-            if not is_a(error, RendezvousError):
+            if not is_rendezvous_handler_error(error, RendezvousError):
                 raise
             log.warning("rendezvous=%s could not be closed: %s", self.get_run_id(), error)
             return False
@@ -303,7 +310,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
     def _closing(self) -> float:
         return self.settings.timeout.close.total_seconds()
 
-    def _run(self, step: Callable[[SharedState, float], Step], timeout: float, what: str) -> Step:
+    def _run(self, step: Callable[[CompareAndSetState, float], Step], timeout: float, what: str) -> Step:
         """Repeat the step with the newest state until it returns neither `Write` nor `Wait`."""
         until = time.monotonic() + timeout
         with self._lock:
@@ -345,7 +352,9 @@ class DynamicRendezvousHandler(RendezvousHandler):
     def _start_heartbeats(self) -> None:
         ended = threading.Event()
         args = (weakref.ref(self), self._heartbeat_interval / 4, ended)
-        thread = threading.Thread(target=_send_heartbeats, args=args, name="ripstop-rendezvous-heartbeat", daemon=True)
+        thread = threading.Thread(
+            target=_send_dynamic_rendezvous_heartbeats, args=args, name="ripstop-rendezvous-heartbeat", daemon=True
+        )
         thread.start()
         self._heartbeats = (thread, ended)
 
@@ -397,7 +406,9 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return TCPStore(here, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-def _send_heartbeats(handler: weakref.ref[DynamicRendezvousHandler], pause: float, ended: threading.Event) -> None:
+def _send_dynamic_rendezvous_heartbeats(
+    handler: weakref.ref[DynamicRendezvousHandler], pause: float, ended: threading.Event
+) -> None:
     while not ended.wait(pause) and (alive := handler()) is not None:
         alive.heartbeat()
         del alive  # this thread must not keep the handler alive

@@ -17,11 +17,11 @@ from typing import Any
 
 from ripstop.compat.rendezvous.dynamic import (
     DynamicRendezvousHandler,
+    DynamicRendezvousStateHolder,
     RendezvousBackend,
     RendezvousSettings,
     RendezvousTimeout,
-    StateHolder,
-    decode_backend_state,
+    decode_dynamic_rendezvous_state,
 )
 from ripstop.compat.rendezvous.etcd_store import EtcdStore
 from ripstop.compat.rendezvous.handler import RendezvousConnectionError, RendezvousHandler
@@ -104,7 +104,7 @@ class EtcdRendezvousBackend(RendezvousBackend):
         return stored, now.revision, now.lease == lease and stored == state
 
     def _decoded(self, value: bytes) -> bytes:
-        return decode_backend_state(value, f"the key {self._key.decode()} of etcd")
+        return decode_dynamic_rendezvous_state(value, f"the key {self._key.decode()} of etcd")
 
     def lease(self, timeout: float) -> int:
         """This node's lease, renewed."""
@@ -118,7 +118,7 @@ def create_backend(params: Any) -> tuple[EtcdRendezvousBackend, EtcdStore]:
 
     Settings: `read_timeout` (60 s), `protocol`, `ssl_cert`, `ssl_cert_key`, `ca_cert`.
     """
-    with _client_for(params) as (client, read_timeout):
+    with _etcd_rendezvous_client(params) as (client, read_timeout):
         backend = EtcdRendezvousBackend(client, params.run_id, STATE_PREFIX, read_timeout=read_timeout)
         backend.check_connection()
         return backend, EtcdStore(client, STORE_PREFIX, lease=backend.lease)
@@ -160,7 +160,7 @@ class EtcdRendezvousHandler(DynamicRendezvousHandler):
     """`EtcdRendezvousHandler(EtcdRendezvous(…), local_addr)`: a rendezvous handler of the backend `etcd`."""
 
     def __init__(self, rdzv_impl: EtcdRendezvous, local_addr: str | None) -> None:
-        holder = StateHolder(rdzv_impl.backend, rdzv_impl.settings.run_id)
+        holder = DynamicRendezvousStateHolder(rdzv_impl.backend, rdzv_impl.settings.run_id)
         super().__init__(local_addr, rdzv_impl.settings, "etcd", rdzv_impl.store, holder)
 
 
@@ -170,7 +170,7 @@ def create_rdzv_handler(params: Any) -> RendezvousHandler:
     Settings: `timeout` (600 s), `last_call_timeout` (30 s), `etcd_prefix` (/torchelastic/p2p), `protocol`,
     `cacert`, `cert`, `key`.
     """
-    with _client_for(params) as (client, _):
+    with _etcd_rendezvous_client(params) as (client, _):
         rendezvous = EtcdRendezvous(
             client,
             params.get("etcd_prefix", FIRST_PREFIX),
@@ -185,7 +185,7 @@ def create_rdzv_handler(params: Any) -> RendezvousHandler:
 
 
 @contextmanager
-def _client_for(params: Any) -> Iterator[tuple[SyncEtcdClient, float]]:
+def _etcd_rendezvous_client(params: Any) -> Iterator[tuple[SyncEtcdClient, float]]:
     """A client for these parameters, and its read timeout.  The client is closed if the body raises."""
     conf = {key: str(value) for key, value in params.config.items()}
     try:

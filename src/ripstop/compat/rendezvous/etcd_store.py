@@ -78,14 +78,14 @@ class EtcdStore(Store):  # type: ignore[misc, unused-ignore]
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to the key's value."""
-        self._change(key, lambda old: (old or b"") + _data(value))
+        self._change(key, lambda old: (old or b"") + _etcd_store_bytes(value))
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Set the key if it has the expected value, or does not exist and nothing is expected; returns its value then.
 
         As with torch, a key that does not exist where a value is expected is not created; returns the expected value.
         """
-        expected, desired = _data(expected_value), _data(desired_value)
+        expected, desired = _etcd_store_bytes(expected_value), _etcd_store_bytes(desired_value)
         while True:
             _, (found,) = self.client.read([self._name(key)], self._timeout_s)
             if found is None and expected:
@@ -122,7 +122,7 @@ class EtcdStore(Store):  # type: ignore[misc, unused-ignore]
         return self._await(keys, self._timeout_s)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        data = {self._name(key): _data(value) for key, value in zip(keys, values, strict=True)}
+        data = {self._name(key): _etcd_store_bytes(value) for key, value in zip(keys, values, strict=True)}
         self.client.write(data, self._timeout_s, lease=self._lease(self._timeout_s))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -182,5 +182,5 @@ class EtcdStore(Store):  # type: ignore[misc, unused-ignore]
         return f"{self.prefix}{key}".encode()
 
 
-def _data(value: str | bytes) -> bytes:
+def _etcd_store_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)

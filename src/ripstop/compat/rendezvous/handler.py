@@ -42,7 +42,7 @@ class RendezvousGracefulExitError(RendezvousError):
     """This node was a spare, and the job is over: not a failure."""
 
 
-def is_a(error: BaseException, kind: type[RendezvousError]) -> bool:
+def is_rendezvous_handler_error(error: BaseException, kind: type[RendezvousError]) -> bool:
     """Whether it is ripstop's error of this kind or torch's: a handler may raise either."""
     torchs = sys.modules.get(TORCH_API)
     return isinstance(error, (kind, getattr(torchs, kind.__name__, kind)))

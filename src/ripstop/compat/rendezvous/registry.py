@@ -80,20 +80,20 @@ class _RegistryWithEntryPoints(RendezvousHandlerRegistry):
         return super()._creator(backend) or getattr(torchs, "_registry", {}).get(backend)
 
 
-def _c10d(params: RendezvousParameters) -> RendezvousHandler:
+def _registered_c10d_handler(params: RendezvousParameters) -> RendezvousHandler:
     from ripstop.compat.rendezvous import c10d, dynamic
 
     backend, store = c10d.create_backend(params)
     return dynamic.create_handler(store, backend, params)
 
 
-def _static(params: RendezvousParameters) -> RendezvousHandler:
+def _registered_static_handler(params: RendezvousParameters) -> RendezvousHandler:
     from ripstop.compat.rendezvous import static
 
     return static.create_rdzv_handler(params)
 
 
-def _etcd(params: RendezvousParameters) -> RendezvousHandler:
+def _registered_etcd_handler(params: RendezvousParameters) -> RendezvousHandler:
     from ripstop.compat.rendezvous import dynamic, etcd_rendezvous
 
     if params.backend == "etcd-v2":
@@ -105,7 +105,12 @@ def _etcd(params: RendezvousParameters) -> RendezvousHandler:
 
 
 rendezvous_handler_registry: RendezvousHandlerRegistry = _RegistryWithEntryPoints()
-for _name, _create in {"c10d": _c10d, "static": _static, "etcd": _etcd, "etcd-v2": _etcd}.items():
+for _name, _create in {
+    "c10d": _registered_c10d_handler,
+    "static": _registered_static_handler,
+    "etcd": _registered_etcd_handler,
+    "etcd-v2": _registered_etcd_handler,
+}.items():
     rendezvous_handler_registry.register(_name, _create)
 
 

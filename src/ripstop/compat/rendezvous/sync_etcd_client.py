@@ -53,12 +53,12 @@ class SyncEtcdClient:
 
     def read(self, keys: Sequence[bytes], timeout: float) -> tuple[int, list[KeyValue | None]]:
         """The etcd revision when the first key was read, and the values of these keys."""
-        replies = [self._transact(timeout, [], [get(key) for key in some]) for some in _etcd_batches(keys)]
+        replies = [self._transact(timeout, [], [get(key) for key in some]) for some in _sync_etcd_client_batches(keys)]
         return replies[0][0] if replies else 0, [value for _, values in replies for value in values]
 
     def write(self, values: Mapping[bytes, bytes], timeout: float, *, lease: int = 0) -> None:
         """Write the values; more than a transaction holds are not written atomically."""
-        for some in _etcd_batches(list(values.items())):
+        for some in _sync_etcd_client_batches(list(values.items())):
             self._transact(timeout, [], [put(key, value, lease) for key, value in some])
 
     def swap(
@@ -145,7 +145,7 @@ class SyncEtcdClient:
         threading.Thread(target=_run_etcd_loop, args=(self._loop,), name="ripstop-etcd", daemon=True).start()
         self._client = asyncio.run_coroutine_threadsafe(make(), self._loop).result()
         self._pid = os.getpid()
-        self._close = weakref.finalize(self, _end, self._loop, self._client, self._pid)
+        self._close = weakref.finalize(self, _end_sync_etcd_client, self._loop, self._client, self._pid)
 
 
 def _run_etcd_loop(loop: asyncio.AbstractEventLoop) -> None:
@@ -153,11 +153,11 @@ def _run_etcd_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-def _end(loop: asyncio.AbstractEventLoop, client: EtcdClient, pid: int) -> None:
+def _end_sync_etcd_client(loop: asyncio.AbstractEventLoop, client: EtcdClient, pid: int) -> None:
     if pid == os.getpid():  # a fork has the loop but not its thread
         asyncio.run_coroutine_threadsafe(client.close(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
 
 
-def _etcd_batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+def _sync_etcd_client_batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
     return (items[start : start + MAX_OPERATIONS] for start in range(0, len(items), MAX_OPERATIONS))

@@ -15,7 +15,7 @@ import sys
 _here = os.path.dirname(os.path.abspath(__file__))
 
 
-def _install() -> None:
+def _install_compat_in_site() -> None:
     if os.environ.get("RIPSTOP_COMPAT") != "1":
         return
     try:
@@ -26,7 +26,7 @@ def _install() -> None:
     install()
 
 
-def _import_hidden() -> None:
+def _import_sitecustomize_hidden_by_compat() -> None:
     path, module = list(sys.path), sys.modules.pop("sitecustomize")
     sys.path = [entry for entry in path if os.path.abspath(entry) != _here]
     try:
@@ -39,5 +39,5 @@ def _import_hidden() -> None:
         sys.modules.setdefault("sitecustomize", module)
 
 
-_install()
-_import_hidden()
+_install_compat_in_site()
+_import_sitecustomize_hidden_by_compat()

@@ -130,7 +130,9 @@ def barrier(
         except DistStoreError:
             if rank is None:
                 raise
-            missing = _missing(store, world_size, key_prefix, rank, rank_tracing_decoder or str, trace_timeout)
+            missing = _ranks_missing_at_store_barrier(
+                store, world_size, key_prefix, rank, rank_tracing_decoder or str, trace_timeout
+            )
             if missing is None:
                 raise
             raise DistStoreError(
@@ -147,7 +149,7 @@ def _arrive(store: Any, world_size: int, prefix: str) -> str:
     return last
 
 
-def _missing(
+def _ranks_missing_at_store_barrier(
     store: Any, world_size: int, prefix: str, rank: int, name: Callable[[int], str], timeout: float
 ) -> list[str] | None:
     """Rank 0 finds the ranks that did not time out, and then releases the others; None if rank 0 is missing."""

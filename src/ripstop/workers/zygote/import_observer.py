@@ -48,7 +48,7 @@ class Unfit(Exception):
         self.readers = readers
 
 
-class Observer:
+class ImportObserver:
     """A context in which imports are watched; their output is kept from the terminal."""
 
     def __init__(self, variables: set[str]) -> None:
@@ -58,13 +58,15 @@ class Observer:
         self.read = ""  # the first such variable that was read
         self.readers: dict[str, None] = {}  # the packages whose modules were being imported meanwhile
 
-    def __enter__(self) -> Observer:
+    def __enter__(self) -> ImportObserver:
         observed = _observed_class(self._on_read)
         # a sitecustomize of the user's may have replaced them
         self.environs: list[Any] = [environ for environ in (os.environ, os.environb) if type(environ) is ENVIRON]
         for environ in self.environs:
             environ.__class__ = observed
-        self.streams = [(fd, os.dup(fd), _observed_output(fd)) for fd in (1, 2) if is_observable_output(fd)]
+        self.streams = [
+            (fd, os.dup(fd), _open_import_observer_output(fd)) for fd in (1, 2) if can_observe_import_output(fd)
+        ]
         for fd, _, (stand_in, *_) in self.streams:
             os.dup2(stand_in, fd)
         return self
@@ -103,7 +105,7 @@ class Observer:
                 case "descriptors":
                     for path in (path for fd, path in value.items() if old.get(fd) != path):
                         raise Unfit(f"it opens {path}")
-                case "it seeds random" if import_drew_random_numbers(old, value):
+                case "it seeds random" if observed_import_drew_random_numbers(old, value):
                     continue  # it is seeded anew in every worker
                 case _:
                     raise Unfit(why)
@@ -114,16 +116,16 @@ class Observer:
         for name in names:
             value = os.environ.get(name, "")
             numbers = "".join(c if c.isdigit() else " " for c in value).split()
-            if os.fsencode(name) in old or is_unfit_variable(name) or str(os.getpid()) in numbers:
+            if os.fsencode(name) in old or import_observer_rejects_variable(name) or str(os.getpid()) in numbers:
                 raise Unfit(f"it sets {name}", names)
         self.added |= {name: os.environ[name] for name in names}
 
     def _on_read(self, name: str) -> None:
-        if name not in self.variables and not is_unfit_variable(name):
+        if name not in self.variables and not import_observer_rejects_variable(name):
             return
         self.read = self.read or name
         frame = sys._getframe(1)
-        while frame.f_code is not Observer.run.__code__ and frame.f_back is not None:
+        while frame.f_code is not ImportObserver.run.__code__ and frame.f_back is not None:
             if frame.f_code.co_name == "<module>":
                 self.readers[root_package(frame.f_globals["__name__"])] = None
             frame = frame.f_back
@@ -137,15 +139,15 @@ class Observer:
             lines[mask] = b"%x" % (int(lines[mask], 16) & ~THREAD_LIBRARY_SIGNALS)
         for key, why in PROCESS_STATE.items():
             state[why] = state.get(why, b"") + lines.get(key, b"")
-        state["it starts a thread"] = threads_left_by_imports() if int(lines[b"Threads"]) > 1 else 0
+        state["it starts a thread"] = threads_left_by_observed_imports() if int(lines[b"Threads"]) > 1 else 0
         state["it starts a process"] = observed_children()
         state["it writes output"] = [self._written(fd, *rest) for fd, _, (_, *rest) in self.streams]
-        state["it changes the working directory"] = observed_directory()
+        state["it changes the working directory"] = observed_import_working_directory()
         state["it changes the beginning of sys.path"] = sys.path[:1]
         state["it sets a handler of a signal"] = [_signal.getsignal(number) for number in _signal.valid_signals()]
-        state |= observed_random_states()
+        state |= observed_import_random_states()
         state["environment"] = dict(getattr(os.environ, "_data", {}))
-        state["descriptors"] = observed_descriptors()
+        state["descriptors"] = observed_import_descriptors()
         return state
 
     def _written(self, fd: int, reader: int | None = None) -> int:
@@ -164,7 +166,7 @@ def root_package(name: str) -> str:
     return name.partition(".")[0]
 
 
-def is_observable_output(fd: int) -> bool:
+def can_observe_import_output(fd: int) -> bool:
     try:
         os.fstat(fd)
         return True
@@ -172,7 +174,7 @@ def is_observable_output(fd: int) -> bool:
         return False
 
 
-def is_unfit_variable(name: str) -> bool:
+def import_observer_rejects_variable(name: str) -> bool:
     return name in WORKER_VARIABLES or name.startswith(WORKER_PREFIXES)
 
 
@@ -191,7 +193,7 @@ def _observed_class(on_read: Callable[[str], None]) -> Any:
     return ObservedEnviron
 
 
-def _observed_output(fd: int) -> tuple[int, ...]:
+def _open_import_observer_output(fd: int) -> tuple[int, ...]:
     """An open file for this output, and the descriptor to read it from; a terminal stands in for a terminal."""
     if os.isatty(fd):
         try:
@@ -204,7 +206,7 @@ def _observed_output(fd: int) -> tuple[int, ...]:
     return (os.memfd_create("output"),)
 
 
-def threads_left_by_imports() -> int:
+def threads_left_by_observed_imports() -> int:
     """The threads besides this one that make a fork unsafe.
 
     BLAS libraries stop theirs before a fork.  An allocator does without its own in a forked process.
@@ -213,10 +215,10 @@ def threads_left_by_imports() -> int:
     if trial == 0:
         os._exit(0)
     os.waitpid(trial, 0)
-    return sum(not is_allocator_thread(thread) for thread in os.listdir("/proc/self/task")) - 1
+    return sum(not import_observer_ignores_thread(thread) for thread in os.listdir("/proc/self/task")) - 1
 
 
-def is_allocator_thread(thread: str) -> bool:
+def import_observer_ignores_thread(thread: str) -> bool:
     try:
         with open(f"/proc/self/task/{thread}/comm", "rb") as file:
             return file.read().strip() in ALLOCATOR_THREADS
@@ -229,14 +231,14 @@ def observed_children() -> bytes:
         return file.read()
 
 
-def observed_directory() -> str:
+def observed_import_working_directory() -> str:
     try:
         return os.getcwd()
     except OSError:  # it was removed
         return ""
 
 
-def observed_descriptors() -> dict[str, str]:
+def observed_import_descriptors() -> dict[str, str]:
     found: dict[str, str] = {}
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -246,7 +248,7 @@ def observed_descriptors() -> dict[str, str]:
     return found
 
 
-def observed_random_states() -> dict[str, Any]:
+def observed_import_random_states() -> dict[str, Any]:
     """None for a generator that is not loaded yet."""
     states: dict[str, Any] = dict.fromkeys(("it seeds random", "it seeds numpy.random", "it seeds torch"))
     modules = sys.modules
@@ -259,7 +261,7 @@ def observed_random_states() -> dict[str, Any]:
     return states
 
 
-def import_drew_random_numbers(old: Any, new: Any) -> bool:
+def observed_import_drew_random_numbers(old: Any, new: Any) -> bool:
     """Whether numbers were taken from `random`, but it was not seeded."""
     import random
 

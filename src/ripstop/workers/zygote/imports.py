@@ -68,12 +68,12 @@ def imported_names(source: bytes, package: str = "") -> set[str]:
     An attribute in LATE_IMPORTS counts too, as `.name`: `torch.optim` can be used without its own import.
     """
     names: set[str] = set()
-    for node in _live_nodes(compile(source, "script", "exec", ast.PyCF_ONLY_AST)):
+    for node in _live_import_nodes(compile(source, "script", "exec", ast.PyCF_ONLY_AST)):
         match node:
             case ast.Import(names=aliases):
                 names.update(alias.name for alias in aliases)
             case ast.ImportFrom(module=module, names=aliases, level=level):
-                base = _absolute(module or "", package, level)
+                base = _absolute_import_name(module or "", package, level)
                 if base:
                     names.add(base)
                     names.update(f"{base}.{alias.name}" for alias in aliases if alias.name != "*")
@@ -82,18 +82,18 @@ def imported_names(source: bytes, package: str = "") -> set[str]:
     return names
 
 
-def _live_nodes(node: ast.AST) -> Iterator[ast.AST]:
+def _live_import_nodes(node: ast.AST) -> Iterator[ast.AST]:
     """The tree without the bodies of `if TYPE_CHECKING:`."""
     yield node
-    for child in _children(node):
+    for child in _import_node_children(node):
         if isinstance(child, ast.If) and _is_type_checking(child.test):
             for other in child.orelse:
-                yield from _live_nodes(other)
+                yield from _live_import_nodes(other)
         else:
-            yield from _live_nodes(child)
+            yield from _live_import_nodes(child)
 
 
-def _children(node: ast.AST) -> Iterator[ast.AST]:
+def _import_node_children(node: ast.AST) -> Iterator[ast.AST]:
     for field in node._fields:
         value = getattr(node, field, None)
         for child in value if isinstance(value, list) else (value,):
@@ -108,7 +108,7 @@ def _is_type_checking(test: ast.expr) -> bool:
     return False
 
 
-def _absolute(module: str, package: str, level: int) -> str:
+def _absolute_import_name(module: str, package: str, level: int) -> str:
     if level == 0:
         return module
     parents = package.split(".")[: len(package.split(".")) - level + 1]
@@ -130,7 +130,7 @@ def imports_worth_preloading(names: Iterable[str]) -> list[str]:
     return sorted(wanted, key=lambda name: (not name.startswith(PRELOAD_ROOTS), name))
 
 
-def follow(source: bytes, package: str, read: Callable[[str], tuple[bytes, str] | None]) -> set[str]:
+def follow_imports(source: bytes, package: str, read: Callable[[str], tuple[bytes, str] | None]) -> set[str]:
     """The names imported by this text, and by the imported modules for which `read` returns (text, package)."""
     found: set[str] = set()
     queue = [(source, package)]
@@ -151,7 +151,9 @@ def _with_parent_imports(names: set[str]) -> set[str]:
     return names | {name[:dot] for name in names for dot in range(1, len(name)) if name[dot] == "."}
 
 
-def to_preload(kind: str, target: str, path: Sequence[str], args: Sequence[str]) -> tuple[list[str], dict[str, bytes]]:
+def imports_to_preload(
+    kind: str, target: str, path: Sequence[str], args: Sequence[str]
+) -> tuple[list[str], dict[str, bytes]]:
     """What to import for this script or module, in order, and the texts that this was concluded from, by path."""
     scan = _Scan(path)
     names: set[str] = set()
@@ -160,12 +162,12 @@ def to_preload(kind: str, target: str, path: Sequence[str], args: Sequence[str])
         source = scan.text(main)
         if source is not None:
             scan.head(source, "")
-            names = follow(source, "", scan.own_module)
+            names = follow_imports(source, "", scan.own_module)
     else:
         names = scan.module_head(target)
         files = [arg for arg in args if arg.endswith(".py")]
         for source in filter(None, map(scan.text, files)):
-            names |= follow(source, "", lambda name: None)
+            names |= follow_imports(source, "", lambda name: None)
     return list(dict.fromkeys([*scan.names, *imports_worth_preloading(names)])), scan.sources
 
 
@@ -192,7 +194,7 @@ class _Scan:
         is_complete = all(self._import(".".join(parents[: n + 1])) for n in range(len(parents)))
         if is_complete:
             self.head(*main)
-        return follow(*main, self.own_module)
+        return follow_imports(*main, self.own_module)
 
     def head(self, source: bytes, package: str, is_main: bool = True) -> bool:
         """Collect the imports before the first other statement; return whether there is none."""
@@ -214,13 +216,13 @@ class _Scan:
             case ast.ImportFrom(module="__future__"):
                 return True
             case ast.ImportFrom(module=module, names=aliases, level=level):
-                base = _absolute(module or "", package, level)
+                base = _absolute_import_name(module or "", package, level)
                 return bool(base) and self._import(base) and all(self._import_from(base, a.name) for a in aliases)
             case ast.If(test=test, orelse=orelse) if _is_type_checking(test):
                 return self._statements(orelse, package, is_main)
             case ast.Try(body=tried, handlers=handlers, orelse=orelse, finalbody=final):
                 return (
-                    all(_is_import_error(handler.type) and _is_harmless(handler.body) for handler in handlers)
+                    all(_is_import_error_clause(handler.type) and _is_harmless(handler.body) for handler in handlers)
                     and self._statements(tried, package, is_main)
                     and self._statements([*orelse, *final], package, is_main)
                 )
@@ -305,12 +307,12 @@ def has_installed_modules(home: str) -> bool:
     return home.endswith(("site-packages", "dist-packages")) or home == os.path.dirname(os.__file__)
 
 
-def _is_import_error(test: ast.expr | None) -> bool:
+def _is_import_error_clause(test: ast.expr | None) -> bool:
     match test:
         case ast.Name(id="ImportError" | "ModuleNotFoundError" | "Exception"):
             return True
         case ast.Tuple(elts=tests):
-            return all(map(_is_import_error, tests))
+            return all(map(_is_import_error_clause, tests))
     return False
 
 
@@ -336,5 +338,7 @@ def _is_constant(value: ast.expr) -> bool:
         case ast.Constant() | ast.Name():
             return True
         case ast.Tuple() | ast.List() | ast.Set() | ast.Dict() | ast.UnaryOp() | ast.BinOp():
-            return all(map(_is_constant, (child for child in _children(value) if isinstance(child, ast.expr))))
+            return all(
+                map(_is_constant, (child for child in _import_node_children(value) if isinstance(child, ast.expr)))
+            )
     return False

@@ -30,12 +30,12 @@ import os
 import sys
 
 from ripstop.workers.zygote.import_observer import (
-    Observer,
+    ImportObserver,
     Unfit,
     observed_children,
-    observed_descriptors,
+    observed_import_descriptors,
     root_package,
-    threads_left_by_imports,
+    threads_left_by_observed_imports,
 )
 
 TYPE_CHECKING = False
@@ -106,14 +106,14 @@ class Preload:
         self.key, self.names, self.texts, scanned = self._scan()
         plan = scanned | (self.plan or {})
         self.left_out = dict(plan["left_out"])
-        with Observer(set(plan["variables"])) as observer:
+        with ImportObserver(set(plan["variables"])) as observer:
             again = self._follow(plan, observer)
         self.added = observer.added
         if not again and self.plan:
             self._remember({**plan, "careful": False})
         return {"again": again} if again else {}
 
-    def _follow(self, plan: Plan, observer: Observer) -> Plan | None:
+    def _follow(self, plan: Plan, observer: ImportObserver) -> Plan | None:
         """Import by this plan.  Return the plan for the next zygote if something was unfit."""
         read_by: dict[str, str] = {}  # a package that read a variable, and why that is unfit
         brought: dict[str, list[str]] = {}  # what the steps with such packages have loaded
@@ -139,13 +139,13 @@ class Preload:
             except Unfit as unfit:
                 if not unfit.readers:
                     end_preload_children()
-                    new = without(plan, read_by, brought, clean)
-                    return {**new, "careful": True, "fit": min(done, common_steps(plan, new))}
+                    new = preload_plan_without(plan, read_by, brought, clean)
+                    return {**new, "careful": True, "fit": min(done, common_preload_steps(plan, new))}
                 clean = clean or before
                 read_by |= dict.fromkeys((*unfit.readers, package), str(unfit))
                 brought[step[0]] = [module for module in sys.modules if module not in before]
             done += 1
-        return without(plan, read_by, brought, clean) if read_by else None
+        return preload_plan_without(plan, read_by, brought, clean) if read_by else None
 
     def _do(self, name: str, modules: list[str]) -> None:
         """One step.  A module that does not exist is the script's business."""
@@ -163,7 +163,7 @@ class Preload:
                 if not modules:
                     self.loaded.append(name)
 
-    def _try(self, step: tuple[str, list[str]], observer: Observer) -> tuple[str, tuple[str, ...], list[str]]:
+    def _try(self, step: tuple[str, list[str]], observer: ImportObserver) -> tuple[str, tuple[str, ...], list[str]]:
         """Import in a forked process.  Return why this is unfit, the variables it sets, and the modules it loads."""
         before = set(sys.modules)
 
@@ -177,7 +177,7 @@ class Preload:
                 end_preload_children()
             return "", (), []
 
-        verdict = in_fork(trial)
+        verdict = run_in_preload_fork(trial)
         return ("it ends the process", (), []) if verdict is None else verdict
 
     # files ----------------------------------------------------------------------------------------------------------
@@ -195,22 +195,22 @@ class Preload:
             import imports  # type: ignore[import-not-found]
             import preload_cache  # type: ignore[import-not-found]
 
-            names, sources = imports.to_preload(self.kind, self.target, path, sys.argv[1:])
-            key = preload_cache.key(names, sources, path)
-            return key, names, list(sources), preload_cache.recall(key) or new_plan(names)
+            names, sources = imports.imports_to_preload(self.kind, self.target, path, sys.argv[1:])
+            key = preload_cache.cache_key(names, sources, path)
+            return key, names, list(sources), preload_cache.recall_from_cache(key) or new_preload_plan(names)
 
-        result = in_fork(scan) if self.kind in ("script", "module") else None
-        return result or ("", [], [], new_plan([]))  # Python reports a script that cannot be read or parsed
+        result = run_in_preload_fork(scan) if self.kind in ("script", "module") else None
+        return result or ("", [], [], new_preload_plan([]))  # Python reports a script that cannot be read or parsed
 
     def _remember(self, plan: Plan) -> None:
         def remember() -> None:
             sys.path.insert(0, self.home)
             import preload_cache
 
-            preload_cache.remember(self.key, plan)
+            preload_cache.remember_in_cache(self.key, plan)
 
         if self.key:
-            in_fork(remember)
+            run_in_preload_fork(remember)
 
     def _note_files(self, modules: Iterable[str]) -> None:
         """Keep the identity of the files behind these modules."""
@@ -251,12 +251,12 @@ class Preload:
 # plans ----------------------------------------------------------------------------------------------------------------
 
 
-def new_plan(names: Iterable[str]) -> Plan:
+def new_preload_plan(names: Iterable[str]) -> Plan:
     steps: list[tuple[str, list[str]]] = [(name, []) for name in names]
     return {"steps": steps, "left_out": {}, "variables": [], "careful": False, "fit": 0}
 
 
-def without(plan: Plan, read_by: dict[str, str], brought: dict[str, list[str]], clean: set[str]) -> Plan:
+def preload_plan_without(plan: Plan, read_by: dict[str, str], brought: dict[str, list[str]], clean: set[str]) -> Plan:
     """The plan without these packages and those that depend on them, but with what they bring from others."""
     loaded = {root_package(module) for module in sys.modules if module not in clean}
     dependents = preloaded_dependents(set(read_by), loaded)
@@ -272,7 +272,7 @@ def without(plan: Plan, read_by: dict[str, str], brought: dict[str, list[str]], 
     return {**plan, "steps": steps, "left_out": left_out}
 
 
-def common_steps(one: Plan, other: Plan) -> int:
+def common_preload_steps(one: Plan, other: Plan) -> int:
     """How many steps at the beginning are the same."""
     pairs = enumerate(zip(one["steps"], other["steps"], strict=False))
     return next((number for number, (a, b) in pairs if a != b), len(other["steps"]))
@@ -315,7 +315,7 @@ def preloaded_dependents(packages: set[str], among: set[str]) -> dict[str, str]:
 # processes ------------------------------------------------------------------------------------------------------------
 
 
-def in_fork(function: Callable[[], Any]) -> Any:
+def run_in_preload_fork(function: Callable[[], Any]) -> Any:
     """The function's result from a forked process; None if it failed."""
     read_end, write_end = os.pipe()
     child = os.fork()
@@ -342,9 +342,9 @@ def end_preload_children() -> None:
 
 def check_fork_safety() -> str:
     """Return why workers must not be forked from here, or an empty text."""
-    if threads := threads_left_by_imports():
+    if threads := threads_left_by_observed_imports():
         return f"what was imported left {threads} thread{'s' * (threads > 1)} running"
-    if any(path.startswith("/dev/nvidia") for path in observed_descriptors().values()):
+    if any(path.startswith("/dev/nvidia") for path in observed_import_descriptors().values()):
         return "what was imported has initialised the GPU driver"
     return ""
 

@@ -29,7 +29,7 @@ MAX_ENTRIES = 200
 MAX_BYTES = 4_000_000
 
 
-def key(names: Iterable[str], sources: Mapping[str, bytes], path: Iterable[str]) -> str:
+def cache_key(names: Iterable[str], sources: Mapping[str, bytes], path: Iterable[str]) -> str:
     """What a verdict depends on, as a file name.  The first source is the script, which the zygote does not import."""
     from _blake2 import blake2b  # hashlib would load OpenSSL
 
@@ -37,11 +37,11 @@ def key(names: Iterable[str], sources: Mapping[str, bytes], path: Iterable[str])
     digest = blake2b(marshal.dumps(inputs), digest_size=16)
     for directory in path:
         if directory.endswith("-packages"):
-            digest.update(marshal.dumps((directory, _installed(directory))))
+            digest.update(marshal.dumps((directory, _distributions_in_cache_key(directory))))
     return str(digest.hexdigest())
 
 
-def _installed(directory: str) -> list[tuple[str, int]]:
+def _distributions_in_cache_key(directory: str) -> list[tuple[str, int]]:
     """The distributions in this directory, and when they were installed."""
     try:
         with os.scandir(directory) as entries:
@@ -52,7 +52,7 @@ def _installed(directory: str) -> list[tuple[str, int]]:
         return []
 
 
-def recall(key: str) -> dict[str, Any] | None:
+def recall_from_cache(key: str) -> dict[str, Any] | None:
     """The remembered plan."""
     try:
         with _Directory() as directory:
@@ -76,7 +76,7 @@ def recall(key: str) -> dict[str, Any] | None:
     return None
 
 
-def remember(key: str, plan: dict[str, Any]) -> None:
+def remember_in_cache(key: str, plan: dict[str, Any]) -> None:
     import json
 
     data = json.dumps({name: plan[name] for name in ("steps", "left_out", "variables")}).encode()

@@ -35,7 +35,7 @@ import time
 from ripstop.workers.zygote import title, worker_hooks
 from ripstop.workers.zygote.channel import CHANNEL_FD_VARIABLE, PADDING_VARIABLE, Channel
 from ripstop.workers.zygote.preload import Preload
-from ripstop.workers.zygote.worker_setup import BROKEN, GO, PR_SET_PDEATHSIG, Worker
+from ripstop.workers.zygote.worker_setup import BROKEN, GO, PR_SET_PDEATHSIG, WorkerSetup
 
 TYPE_CHECKING = False  # typing itself would be imported in every worker
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Zygote:
         sys.modules.pop("sitecustomize", None)
         for name in os.listdir("/proc/self/fd"):
             fd = int(name)
-            if fd > 2 and fd != self.channel.socket.fileno() and is_inherited_by_zygote(fd):
+            if fd > 2 and fd != self.channel.socket.fileno() and is_inherited_by_zygote_process(fd):
                 os.close(fd)
         os.set_inheritable(self.channel.socket.fileno(), False)
 
@@ -156,8 +156,8 @@ class Zygote:
 
     # forking --------------------------------------------------------------------------------------------------------
 
-    def _spawn(self, requests: list[dict[str, Any]], fds: list[int]) -> Worker | None:
-        """Fork these workers.  Returns a `Worker` in each of them, None in the zygote."""
+    def _spawn(self, requests: list[dict[str, Any]], fds: list[int]) -> WorkerSetup | None:
+        """Fork these workers.  Returns a `WorkerSetup` in each of them, None in the zygote."""
         if any(request["what"] in ("run", "standby") for request in requests) and (path := self.preload.changed_file()):
             self.channel.send({"changed": path})  # the agent replaces this zygote
             os._exit(0)
@@ -196,13 +196,13 @@ class Zygote:
 
     def _fork_workers(
         self, requests: list[dict[str, Any]], fds: list[int], go_pipe: tuple[int, int], report_fd: int
-    ) -> Worker | None:
+    ) -> WorkerSetup | None:
         """In the intermediate process: fork the workers, report their pids, exit.  Returns in the workers."""
         self.title.prctl(title.PR_SET_NAME, title.PENDING, 0, 0, 0)
         pids: list[int] = []
         try:
             for request in requests:
-                worker = Worker(self, request, fds, go_pipe)
+                worker = WorkerSetup(self, request, fds, go_pipe)
                 pid = os.fork()
                 if pid == 0:
                     os.setsid()
@@ -242,7 +242,7 @@ class Zygote:
         sessions = {
             pid
             for pid, start in self.worker_start_times.items()
-            if not os.path.exists(f"/proc/{pid}") or is_forked_worker(pid, start)
+            if not os.path.exists(f"/proc/{pid}") or is_worker_of_zygote_process(pid, start)
         }
         while left := [p.pid for p in processes() if p.session in sessions and not p.dead]:
             for pid in left:
@@ -270,14 +270,14 @@ def clean_zygote_mappings() -> list[tuple[int, int]]:
     return found
 
 
-def is_forked_worker(pid: int, start: bytes) -> bool:
+def is_worker_of_zygote_process(pid: int, start: bytes) -> bool:
     try:
         return title.title_stat_fields(pid)[title.START_TIME] == start
     except OSError:
         return True  # it has ended since, and the number is not reused yet
 
 
-def is_inherited_by_zygote(fd: int) -> bool:
+def is_inherited_by_zygote_process(fd: int) -> bool:
     """Whether this descriptor came through an exec.  Python opens its own as close-on-exec."""
     try:
         return os.get_inheritable(fd)

@@ -27,30 +27,30 @@ from ripstop.workers.zygote import title, warmups, worker_hooks
 from ripstop.workers.zygote.preload import preloaded_file_identity
 from ripstop.workers.zygote.standby_process import (
     WarmStandby,
-    describe_standby_error,
-    give_up_standby,
-    standby_private_memory,
-    wait_for_request,
+    describe_standby_process_error,
+    give_up_standby_process,
+    standby_process_private_memory,
+    wait_for_standby_process_request,
 )
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-    from ripstop.workers.zygote.worker_setup import Worker
+    from ripstop.workers.zygote.worker_setup import WorkerSetup
 
 GATE_MODULE = "_ripstop_standby"  # `train/standby_gate.py` has it too
 TITLE = title.STANDBY + b" elastic"
 
 
-def prepare_run_ahead(worker: Worker, warm: WarmStandby) -> dict[str, Any]:
+def prepare_run_ahead(worker: WorkerSetup, warm: WarmStandby) -> dict[str, Any]:
     """Prepare to run the script as a standby; return the request of the worker that it shadows."""
     gate = RunAheadGate(worker, warm)
     request: dict[str, Any] = worker.request["shadowed"]
     try:
         worker.open_streams(request)
     except OSError as error:
-        give_up_standby(warm.control, "failed", f"{error.strerror}: {error.filename}")
+        give_up_standby_process(warm.control, "failed", f"{error.strerror}: {error.filename}")
     gate.outputs = {number: run_ahead_output_identity(fd) for number, fd in worker.streams.items()}
     sys.modules[GATE_MODULE] = gate  # type: ignore[assignment]
     worker_hooks.on_exception = gate.on_exception
@@ -59,7 +59,7 @@ def prepare_run_ahead(worker: Worker, warm: WarmStandby) -> dict[str, Any]:
 
 
 class RunAheadGate:
-    def __init__(self, worker: Worker, warm: WarmStandby) -> None:
+    def __init__(self, worker: WorkerSetup, warm: WarmStandby) -> None:
         self.worker = worker
         self.warm = warm
         self.pid = os.getpid()
@@ -74,8 +74,8 @@ class RunAheadGate:
         if changed := next((path for path in identities if self.has_changed(path)), ""):
             self.refuse(f"{changed} has changed since the script was started")
         gpu_memory = self.warm.gpu_memory + run_ahead_gpu_memory()
-        self.warm.control.send({"ready": {"memory": standby_private_memory(), "gpu_memory": gpu_memory}})
-        request = wait_for_request(self.worker, self.warm.control, identities)
+        self.warm.control.send({"ready": {"memory": standby_process_private_memory(), "gpu_memory": gpu_memory}})
+        request = wait_for_standby_process_request(self.worker, self.warm.control, identities)
         del sys.modules[GATE_MODULE]
         worker_hooks.on_exception = None
         self.allow_process_groups()
@@ -94,11 +94,11 @@ class RunAheadGate:
         try:
             os.write(2, f"ripstop: this standby ends: {why}\n".encode())
         finally:  # also if the disk is full, or the script has closed stderr
-            give_up_standby(self.warm.control, "failed", why)
+            give_up_standby_process(self.warm.control, "failed", why)
 
     def on_exception(self, error: BaseException) -> None:
         if os.getpid() == self.pid:
-            self.refuse(f"the script failed: {describe_standby_error(error)}")
+            self.refuse(f"the script failed: {describe_standby_process_error(error)}")
 
     def forbid_process_groups(self) -> None:
         """Until `allow_process_groups`: a group would wait for the other ranks, or disturb theirs."""
@@ -157,4 +157,4 @@ def run_ahead_gpu_memory() -> int:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0
-    return int(torch.cuda.memory_reserved(warmups.visible_device(torch)))
+    return int(torch.cuda.memory_reserved(warmups.visible_warm_up_device(torch)))

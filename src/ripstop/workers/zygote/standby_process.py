@@ -35,7 +35,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-    from ripstop.workers.zygote.worker_setup import Worker
+    from ripstop.workers.zygote.worker_setup import WorkerSetup
 
 LOWEST_PRIORITY = 19
 CHECK_VALID_S = 1.0
@@ -45,7 +45,7 @@ class WarmStandby:
     """What a standby has after its warm-up."""
 
     def __init__(
-        self, control: Channel, before: StandbySurroundings, priority: StandbyPriority, gpu_memory: int
+        self, control: Channel, before: StandbyProcessSurroundings, priority: StandbyProcessPriority, gpu_memory: int
     ) -> None:
         self.control = control
         self.before = before
@@ -53,15 +53,15 @@ class WarmStandby:
         self.gpu_memory = gpu_memory
 
 
-def warm_up(worker: Worker) -> WarmStandby:
+def warm_up_standby_process(worker: WorkerSetup) -> WarmStandby:
     """Run the warm-up, and undo what it changed; the priority stays low."""
     control = Channel(worker.fds.pop())
     title.rename_process(title.STANDBY)
     own_path = worker.zygote.preload.first_path()
     pid = os.getpid()
     try:
-        before = StandbySurroundings()
-        priority = StandbyPriority()
+        before = StandbyProcessSurroundings()
+        priority = StandbyProcessPriority()
         os.dup2(2, 1)
         if own_path is not None:
             sys.path.insert(0, own_path)
@@ -69,23 +69,25 @@ def warm_up(worker: Worker) -> WarmStandby:
         asked = worker.request
         gpu_memory = warmups.warm_up(asked["warm_up"], asked["local_rank"], with_gpu=asked["with_gpu"])
         gc.collect()
-        exit_unless_standby(pid)
+        exit_unless_standby_process(pid)
         before.restore()
     except BaseException as error:
-        exit_unless_standby(pid)
-        give_up_standby(control, "failed", f"the warm-up failed: {describe_standby_error(error)}")
+        exit_unless_standby_process(pid)
+        give_up_standby_process(control, "failed", f"the warm-up failed: {describe_standby_process_error(error)}")
     return WarmStandby(control, before, priority, gpu_memory)
 
 
-def wait(worker: Worker, warm: WarmStandby) -> dict[str, Any]:
+def wait_as_standby_process(worker: WorkerSetup, warm: WarmStandby) -> dict[str, Any]:
     """Wait before the script; return the round's request, with the worker's streams opened."""
     warm.priority.restore()
     files = {path: preloaded_file_identity(path) for path in warm.before.new_files()}
-    warm.control.send({"ready": {"memory": standby_private_memory(), "gpu_memory": warm.gpu_memory}})
-    return wait_for_request(worker, warm.control, files)
+    warm.control.send({"ready": {"memory": standby_process_private_memory(), "gpu_memory": warm.gpu_memory}})
+    return wait_for_standby_process_request(worker, warm.control, files)
 
 
-def wait_for_request(worker: Worker, control: Channel, files: dict[str, tuple[int, int, int]]) -> dict[str, Any]:
+def wait_for_standby_process_request(
+    worker: WorkerSetup, control: Channel, files: dict[str, tuple[int, int, int]]
+) -> dict[str, Any]:
     """Return the round's request, with the worker's streams opened.  `files` are those that must not have changed."""
     valid_until, changed = 0.0, ""
     try:
@@ -97,44 +99,46 @@ def wait_for_request(worker: Worker, control: Channel, files: dict[str, tuple[in
     if time.monotonic() > valid_until:
         changed = changed_standby_file(worker, files)
     if changed:
-        give_up_standby(control, "unfit", f"{changed} has changed since it was imported")
+        give_up_standby_process(control, "unfit", f"{changed} has changed since it was imported")
     try:
         warmups.check_warmed_gpu()
     except Exception as error:
-        give_up_standby(control, "unfit", f"its GPU does not work any more: {describe_standby_error(error)}")
+        give_up_standby_process(
+            control, "unfit", f"its GPU does not work any more: {describe_standby_process_error(error)}"
+        )
     try:
         worker.open_streams(request)
     except OSError as error:
-        give_up_standby(control, "error", f"{error.strerror}: {error.filename}")
+        give_up_standby_process(control, "error", f"{error.strerror}: {error.filename}")
     control.send("taken")
     control.socket.close()
     return request  # type: ignore[no-any-return]
 
 
-def changed_standby_file(worker: Worker, files: dict[str, tuple[int, int, int]]) -> str:
+def changed_standby_file(worker: WorkerSetup, files: dict[str, tuple[int, int, int]]) -> str:
     """A file that was imported and has changed since; or an empty text."""
     changed = next((path for path, identity in files.items() if preloaded_file_identity(path) != identity), "")
     return changed or worker.zygote.preload.changed_file()
 
 
-def exit_unless_standby(pid: int) -> None:
+def exit_unless_standby_process(pid: int) -> None:
     """End a fork that the warm-up made and let return."""
     if os.getpid() != pid:
         os._exit(0)
 
 
-def give_up_standby(control: Channel, kind: str, why: str) -> NoReturn:
+def give_up_standby_process(control: Channel, kind: str, why: str) -> NoReturn:
     try:
         control.send({kind: why})
     finally:
         os._exit(0)
 
 
-def describe_standby_error(error: BaseException) -> str:
+def describe_standby_process_error(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
-class StandbySurroundings:
+class StandbyProcessSurroundings:
     """What a warm-up must leave as it was; taken before it."""
 
     def __init__(self) -> None:
@@ -160,7 +164,7 @@ class StandbySurroundings:
         for name in set(sys.path_importer_cache) - self.finders:
             sys.path_importer_cache.pop(name)  # the worker scans the directory again
         sys.excepthook = self.hook
-        destroy_standby_group()
+        destroy_standby_process_group()
         self._restore_handlers()
         reseed_standby()
         if _thread._count():
@@ -182,7 +186,7 @@ class StandbySurroundings:
         return {file for file in files if isinstance(file, str)}
 
 
-class StandbyPriority:
+class StandbyProcessPriority:
     """Lowers the priority of this process, as far as that can be undone without privileges."""
 
     def __init__(self) -> None:
@@ -190,7 +194,7 @@ class StandbyPriority:
         self.policy = os.sched_getscheduler(0)
         if self.policy == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        if can_restore_standby_priority():
+        if standby_process_can_restore_priority():
             os.setpriority(os.PRIO_PROCESS, 0, LOWEST_PRIORITY)
 
     def restore(self) -> None:
@@ -211,7 +215,7 @@ class StandbyPriority:
                     continue
 
 
-def can_restore_standby_priority() -> bool:
+def standby_process_can_restore_priority() -> bool:
     """Whether a lowered priority can be raised again.  Tried in a thread, since every thread has its own."""
     can: list[bool] = []
     done = _thread.allocate_lock()
@@ -252,14 +256,14 @@ def standby_has_children() -> bool:
     return True
 
 
-def destroy_standby_group() -> None:
+def destroy_standby_process_group() -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
 
 
 def reseed_standby() -> None:
-    """Random states that a warm-up may have set and that `worker_setup.reseed_worker` does not renew."""
+    """Random states that a warm-up may have set and that `worker_setup.reseed_worker_at_setup` does not renew."""
     if (random := sys.modules.get("random")) is not None:
         random.seed()
     torch = sys.modules.get("torch")
@@ -269,7 +273,7 @@ def reseed_standby() -> None:
             generator.manual_seed(default)
 
 
-def standby_private_memory() -> int:
+def standby_process_private_memory() -> int:
     """The bytes of memory that only this process uses."""
     with open("/proc/self/smaps_rollup", "rb") as file:
         return sum(int(line.split()[1]) for line in file if line.startswith(b"Private_")) * 1024

@@ -9,7 +9,7 @@ import sys
 from typing import NoReturn
 
 
-def serve(host: str, port: int, fd: int) -> NoReturn:
+def run_store_process(host: str, port: int, fd: int) -> NoReturn:
     from ripstop.workers.zygote.title import STORE, rename_process
 
     rename_process(STORE)
@@ -17,19 +17,19 @@ def serve(host: str, port: int, fd: int) -> NoReturn:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
     except Exception as error:
         why = f"the job's store needs torch, which cannot be imported: {error}; install torch for {sys.executable}."
-        fail_store(why)
+        fail_store_process(why)
     import signal
 
     try:
         store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
     except Exception as error:
-        fail_store(f"torch cannot serve the job's store on {host}:{port}: {error}")
+        fail_store_process(f"torch cannot serve the job's store on {host}:{port}: {error}")
     while True:
         signal.pause()
         assert store is not None  # it serves while it is referenced
 
 
-def fail_store(why: str) -> NoReturn:
+def fail_store_process(why: str) -> NoReturn:
     """Exit at once: the listening socket closes, so clients get an error instead of a timeout."""
     sys.stderr.write(f"ripstop: {' '.join(why.split())}\n")
     os._exit(1)
@@ -40,4 +40,4 @@ if __name__ == "__main__":
     import ripstop.workers.zygote.title  # noqa: F401 - while it can be found
 
     del sys.path[0]
-    serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    run_store_process(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -45,7 +45,7 @@ def warm_up_device() -> int:
     return int(os.environ["LOCAL_RANK"])
 
 
-def visible_device(torch: Any) -> int:
+def visible_warm_up_device(torch: Any) -> int:
     """The index of this worker's GPU; the current one, if the script itself has made fewer GPUs visible."""
     device = warm_up_device()
     return device if device < torch.cuda.device_count() else int(torch.cuda.current_device())
@@ -55,19 +55,19 @@ def gpu_warm_up(torch: Any, device: int) -> int:
     """Initialise this worker's GPU; return the bytes of its memory that this process holds, as far as NVML tells."""
     if not torch.cuda.is_available() or device >= torch.cuda.device_count():
         return 0
-    before = used_memory(torch, device)
+    before = used_memory_around_warm_up(torch, device)
     with torch.cuda.device(device), torch.random.fork_rng(devices=[device]):
         for dtype in (torch.float32, torch.bfloat16):
-            _train(torch, dtype)
+            _warm_up_training(torch, dtype)
         if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-            _communicate(torch)
+            _warm_up_nccl(torch)
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-    return max(0, used_memory(torch, device) - before)
+    return max(0, used_memory_around_warm_up(torch, device) - before)
 
 
-def _train(torch: Any, dtype: Any) -> None:
+def _warm_up_training(torch: Any, dtype: Any) -> None:
     """A few steps of a tiny model."""
     with torch.device("cuda"):
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
@@ -82,7 +82,7 @@ def _train(torch: Any, dtype: Any) -> None:
     loss.item()
 
 
-def _communicate(torch: Any) -> None:
+def _warm_up_nccl(torch: Any) -> None:
     """One all_reduce in a communicator of its own, outside torch's registry of process groups."""
     group = torch.distributed.ProcessGroupNCCL(torch.distributed.HashStore(), 0, 1)
     group.allreduce([torch.ones(1, device="cuda")]).wait()
@@ -90,7 +90,7 @@ def _communicate(torch: Any) -> None:
     group.shutdown()
 
 
-def used_memory(torch: Any, device: int) -> int:
+def used_memory_around_warm_up(torch: Any, device: int) -> int:
     """The GPU's used memory from NVML, which needs no CUDA context; 0 if NVML does not tell."""
     import ctypes
 
@@ -117,4 +117,4 @@ def check_warmed_gpu() -> None:
     """Raise an error if the GPU that was warmed up is lost."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.synchronize(visible_device(torch))
+        torch.cuda.synchronize(visible_warm_up_device(torch))

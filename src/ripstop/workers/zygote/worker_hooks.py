@@ -30,7 +30,7 @@ error_file_path: str | None = None  # set for each round
 on_exception: Callable[[BaseException], None] | None = None  # in a standby that runs the script
 
 
-def install_excepthook(import_root: str) -> None:
+def install_worker_excepthook(import_root: str) -> None:
     """Write an uncaught exception to the error file, in the format of torch's `record`, unless the file exists."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return
@@ -42,7 +42,7 @@ def install_excepthook(import_root: str) -> None:
             try:
                 from ripstop.workers import error_file as writer
 
-                writer.write_error_file(error_file_path, writer.describe(error))
+                writer.write_error_file(error_file_path, writer.error_file_content(error))
             except Exception:  # best effort: Python prints the exception in any case
                 pass
             finally:
@@ -80,7 +80,7 @@ def exit_failed_worker() -> None:
     os._exit(1)
 
 
-def install_stack_dump(signum: int, path: str) -> None:
+def install_worker_stack_hook(signum: int, path: str) -> None:
     """Write the stacks of all threads to a file at this signal."""
     import faulthandler
 
@@ -100,22 +100,22 @@ def install_exit(signum: int) -> None:
     libc.signal(signum, ctypes.cast(libc._exit, ctypes.c_void_p))
 
 
-def serve_flight_recorder(path: str) -> None:
+def install_worker_recorder_hook(path: str) -> None:
     """Start a thread that sends torch's flight recorders to every client of this socket."""
     import _thread
 
     def serve() -> None:
-        opened = recorder_socket_identity(listener.fileno())
+        opened = worker_hook_socket_identity(listener.fileno())
         while True:
             try:
-                if recorder_socket_identity(listener.fileno()) != opened:
+                if worker_hook_socket_identity(listener.fileno()) != opened:
                     return  # the script has closed all files and opened others
                 fd = listener._accept()[0]  # type: ignore[attr-defined]
             except OSError:  # the script has closed all files
                 return
             client = _socket.socket(fileno=fd)
             try:
-                client.sendall(worker_recorder_dump(is_hanging=client.recv(1) == b"!"))
+                client.sendall(worker_hook_recorder_dump(is_hanging=client.recv(1) == b"!"))
             except OSError:  # the client has disconnected
                 pass
             finally:
@@ -138,12 +138,12 @@ def serve_flight_recorder(path: str) -> None:
         _signal.pthread_sigmask(_signal.SIG_SETMASK, before)
 
 
-def recorder_socket_identity(fd: int) -> tuple[int, int]:
+def worker_hook_socket_identity(fd: int) -> tuple[int, int]:
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
 
 
-def worker_recorder_dump(is_hanging: bool) -> bytes:
+def worker_hook_recorder_dump(is_hanging: bool) -> bytes:
     """Return the dumps of the recorders in this torch as one JSON object; NCCL's only for a worker that hangs."""
     core = sys.modules.get("torch._C._distributed_c10d")
     dumps: list[bytes] = []

@@ -16,7 +16,8 @@ import gc
 import os
 import sys
 
-from ripstop.workers.zygote import run_ahead, standby_process, title, worker_hooks
+from ripstop.workers.zygote import run_ahead, title, worker_hooks
+from ripstop.workers.zygote.standby_process import wait_as_standby_process, warm_up_standby_process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ run_saver(sys.argv[3], int(sys.argv[4]), [int(fd) for fd in sys.argv[5:]])
 """
 
 
-class Worker:
+class WorkerSetup:
     """One requested process.  Made before the fork; called in the forked process."""
 
     def __init__(self, zygote: Zygote, request: dict[str, Any], fds: list[int], go_pipe: tuple[int, int]) -> None:
@@ -74,9 +75,9 @@ class Worker:
             case "run":
                 self._prepare_script()
             case "standby":
-                warm = standby_process.warm_up(self)
+                warm = warm_up_standby_process(self)
                 runs_ahead = self.request["shadowed"] is not None
-                prepare = run_ahead.prepare_run_ahead if runs_ahead else standby_process.wait
+                prepare = run_ahead.prepare_run_ahead if runs_ahead else wait_as_standby_process
                 self.request = prepare(self, warm)
                 self._set_environment()
                 self._redirect()
@@ -140,9 +141,9 @@ class Worker:
         sys.argv[1:] = args
         sys.orig_argv[len(sys.orig_argv) - self.request["zygote_args"] :] = args
         for number in self.streams:
-            reopen_stream(number)
-        reseed_worker()
-        worker_hooks.install_excepthook(self.zygote.import_root)
+            set_up_worker_stream(number)
+        reseed_worker_at_setup()
+        worker_hooks.install_worker_excepthook(self.zygote.import_root)
         self._install_round_hooks()
         gc.enable()
 
@@ -164,11 +165,11 @@ class Worker:
         self.zygote.title.show_environment()
         worker_hooks.error_file_path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if self.request["stacks"]:
-            worker_hooks.install_stack_dump(*self.request["stacks"])
+            worker_hooks.install_worker_stack_hook(*self.request["stacks"])
         if self.request["exit_signal"]:
             worker_hooks.install_exit(self.request["exit_signal"])
         if self.request["recorder"] and "torch" in sys.modules:
-            worker_hooks.serve_flight_recorder(self.request["recorder"])
+            worker_hooks.install_worker_recorder_hook(self.request["recorder"])
 
     def _exec(self, argv: list[str]) -> NoReturn:
         for fd in self.fds:
@@ -191,10 +192,10 @@ class Worker:
             program = os.path.join(self.zygote.home, "store_process.py")
             self._exec([python, "-u", program, host, str(port), str(self.fds[0])])
         sys.path.insert(0, self.zygote.import_root)
-        from ripstop.workers.zygote.store_process import serve
+        from ripstop.workers.zygote.store_process import run_store_process
 
         del sys.path[0]
-        serve(host, port, self.fds[0])
+        run_store_process(host, port, self.fds[0])
 
     def _save(self, settings: str) -> NoReturn:
         """Save a commit to disk here, or in a new interpreter if the zygote has not imported torch."""
@@ -211,7 +212,7 @@ class Worker:
         run_saver(settings, self.fds[0], self.fds[1:])
 
 
-def reopen_stream(fd: int) -> None:
+def set_up_worker_stream(fd: int) -> None:
     """Replace sys.stdout or sys.stderr, as `python -u` opens it: its descriptor is another file now."""
     import io
 
@@ -225,7 +226,7 @@ def reopen_stream(fd: int) -> None:
     setattr(sys, f"__{name}__", text)
 
 
-def reseed_worker() -> None:
+def reseed_worker_at_setup() -> None:
     """Renew what a fork shares with its parent and a new process does not: random states, authkey, main thread id."""
     modules = sys.modules  # `random` reseeds itself
     if (numpy_random := modules.get("numpy.random")) is not None:

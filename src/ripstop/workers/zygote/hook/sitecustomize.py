@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-def _take_modules() -> "dict[str, ModuleType]":
+def _take_hook_modules() -> "dict[str, ModuleType]":
     """Remove ripstop's modules from sys.modules, and return them."""
     return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "ripstop"}
 
@@ -23,13 +23,13 @@ def _take_modules() -> "dict[str, ModuleType]":
 # The zygote's modules are imported from its folder into empty packages: that needs no sys.path and runs no other code.
 # Afterwards they are removed, because the script may import the real ones, or have a `ripstop` of its own.
 _home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_before = _take_modules()
+_before = _take_hook_modules()
 for _name in ("ripstop", "ripstop.workers", "ripstop.workers.zygote"):
     sys.modules[_name] = type(sys)(_name)
 sys.modules["ripstop.workers.zygote"].__path__ = [_home]
 from ripstop.workers.zygote.process import run_zygote  # noqa: E402
 
-_take_modules()
+_take_hook_modules()
 sys.modules.update(_before)
 sys.path_importer_cache.pop(_home, None)
 
