@@ -25,13 +25,13 @@ def give(pipe: Any, size: int) -> None:
     import torch
 
     from ripstop.train.commit_buffer import CommitBuffer
-    from ripstop.train.transfer import Giver
+    from ripstop.train.transfer import TransferGiver
 
     os.environ.update(ENV)
     torch.set_num_threads(1)
     buffer = CommitBuffer.create(size)
     buffer.bytes.view(torch.int64).random_()
-    with socket.create_server(("127.0.0.1", 0)) as listener, Giver(TOKEN, {0: buffer}, 2) as giver:
+    with socket.create_server(("127.0.0.1", 0)) as listener, TransferGiver(TOKEN, {0: buffer}, 2) as giver:
         pipe.send((listener.getsockname()[1], giver.port))
         connection, _ = listener.accept()
         while connection.recv(1):
@@ -53,7 +53,7 @@ def main() -> None:
 
     from ripstop.train.commit_buffer import CommitBuffer
     from ripstop.train.digest import digest
-    from ripstop.train.transfer import Receiver
+    from ripstop.train.transfer import TransferReceiver
 
     torch.set_num_threads(1)
     ours, theirs = multiprocessing.Pipe()
@@ -70,7 +70,7 @@ def main() -> None:
             view = view[raw.recv_into(view) :]
 
     def receive() -> None:
-        with Receiver("127.0.0.1", port, TOKEN) as receiver:
+        with TransferReceiver("127.0.0.1", port, TOKEN) as receiver:
             receiver.read(0, 0, into.memory(0, size))
 
     rates: dict[str, list[float]] = {"raw": [], "transfer": [], "digest": []}

@@ -21,7 +21,7 @@ IS_REPLICATED: Final = 1  # flags of a header: the state was found equal on all 
 IS_SHARDED: Final = 2  # or its tensors are parts of larger ones
 STAMP_OFFSET: Final = 512
 CONTENT_OFFSET: Final = 4096
-_HEADER = struct.Struct("<8sIIqqiiqqII")  # the fields of Header, after magic and format
+_HEADER = struct.Struct("<8sIIqqiiqqII")  # the fields of CommitHeader, after magic and format
 _STAMP = struct.Struct("<Q")
 HEADER_BYTES: Final = _HEADER.size
 STAMP_BYTES: Final = _STAMP.size
@@ -36,7 +36,7 @@ FIRST_COPY_SLOT: Final = 8  # of commits that another node has sent; the lower s
 class CommitId:
     """Numbers repeat in a later round if ranks fell back to an older commit; a pair never does."""
 
-    round: int  # `commit_round` of the job's round
+    round: int  # `commit_id_round` of the job's round
     number: int
 
     def in_job(self) -> "CommitId":
@@ -44,7 +44,7 @@ class CommitId:
         return CommitId(self.round % ROUNDS_OF_A_JOB, self.number)
 
 
-def commit_round(job_round: int, newest: int) -> int:
+def commit_id_round(job_round: int, newest: int) -> int:
     """The round in the ids of commits: above `newest`, which an earlier job may have left on disk.
 
     It is the job's round, plus a multiple of ROUNDS_OF_A_JOB.
@@ -53,7 +53,7 @@ def commit_round(job_round: int, newest: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class CommitHeader:
     """Which commit a buffer has, and where its pickle is."""
 
     run: int
@@ -76,19 +76,19 @@ class Header:
         )  # fmt: skip
 
 
-def stamp(header: bytes) -> bytes:
+def commit_header_stamp(header: bytes) -> bytes:
     return _STAMP.pack(1 << 32 | crc32(header))
 
 
-def unpack_commit_header(head: bytes, run: int) -> Header | None:
+def unpack_commit_header(head: bytes, run: int) -> CommitHeader | None:
     """From the first HEAD_BYTES of a buffer."""
     packed = head[:HEADER_BYTES]
-    if head[STAMP_OFFSET:] != stamp(packed):
+    if head[STAMP_OFFSET:] != commit_header_stamp(packed):
         return None
     magic, form, its_run, round, number, rank, world_size, offset, size, checksum, flags = _HEADER.unpack(packed)
     if (magic, form, its_run) != (MAGIC, FORMAT, run):
         return None
-    return Header(its_run, CommitId(round, number), rank, world_size, offset, size, checksum, flags)
+    return CommitHeader(its_run, CommitId(round, number), rank, world_size, offset, size, checksum, flags)
 
 
 class NotEnoughMemory(Exception):

@@ -12,7 +12,14 @@ from contextlib import suppress
 from typing import Any, Self
 from zlib import crc32
 
-from ripstop.commit_memory import CONTENT_OFFSET, STAMP_OFFSET, CommitId, Header, create_memory, stamp
+from ripstop.commit_memory import (
+    CONTENT_OFFSET,
+    STAMP_OFFSET,
+    CommitHeader,
+    CommitId,
+    commit_header_stamp,
+    create_memory,
+)
 
 RUN_ID, SECRET = "job", "secret"
 TIMEOUT_S = 120.0
@@ -90,6 +97,6 @@ class Buffer:
 
     def commit(self, number: int, *, rank: int = 0, round: int = 1, flags: int = 0) -> None:
         id = CommitId(round, number)
-        header = Header(crc32(RUN_ID.encode()), id, rank, 2, self.end - 10, 10, 0, flags).pack()
+        header = CommitHeader(crc32(RUN_ID.encode()), id, rank, 2, self.end - 10, 10, 0, flags).pack()
         self.map[: len(header)] = header
-        self.map[STAMP_OFFSET : STAMP_OFFSET + 8] = stamp(header)
+        self.map[STAMP_OFFSET : STAMP_OFFSET + 8] = commit_header_stamp(header)

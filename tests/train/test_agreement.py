@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ripstop.train.agreement import Commit, Compare, Digests, Holding, Offer, Restore, Start, Transfer, agree
+from ripstop.train.agreement import AgreementOffer, Commit, Compare, Digests, Holding, Restore, Start, Transfer, agree
 
 OLD, NEW = Commit(1, 8, 2), Commit(1, 9, 2)
 
@@ -18,8 +18,8 @@ def decide(*holdings: Holding, digests: Digests = ()) -> Restore | Start:
         return end.value
 
 
-def held(commit: Commit, *shards: int, replicated: bool = False, sharded: bool = False) -> list[Offer]:
-    return [Offer(commit, shard, replicated, sharded) for shard in shards]
+def held(commit: Commit, *shards: int, replicated: bool = False, sharded: bool = False) -> list[AgreementOffer]:
+    return [AgreementOffer(commit, shard, replicated, sharded) for shard in shards]
 
 
 def equal(*shards: int) -> Digests:
@@ -96,7 +96,7 @@ def jobs(draw: st.DrawFn) -> list[Holding]:
     )]  # fmt: skip
     holdings = []
     for node in range(draw(st.integers(1, 3))):
-        offers = [Offer(commit, draw(st.integers(0, commit.world_size - 1)), True)
+        offers = [AgreementOffer(commit, draw(st.integers(0, commit.world_size - 1)), True)
                   for commit in commits for _ in range(draw(st.integers(0, 4)))]  # fmt: skip
         holdings += [Holding(node, offers)] * draw(st.integers(1, 3))
     return holdings

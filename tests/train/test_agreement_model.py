@@ -1,8 +1,8 @@
 """Every interleaving of commits, collectives and kills of a small job: what all ranks had is restored, whole, by all.
 
 Ranks take turns in every possible order, and a kill of the whole round may come at any moment.  The model uses the
-real `agree`, `next_slot` and `newest_last`.  A commit's content says in which attempt of the job it was made, so ranks
-that restore different contents are noticed even if numbers agree.
+real `agree`, `next_slot` and `slots_newest_last`.  A commit's content says in which attempt of the job it was made, so
+ranks that restore different contents are noticed even if numbers agree.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -12,11 +12,11 @@ import pytest
 
 from ripstop.train import agreement, buffer_slots
 from ripstop.train.agreement import (
+    AgreementOffer,
     Commit,
     Compare,
     Digests,
     Holding,
-    Offer,
     Restore,
     Start,
 )
@@ -92,7 +92,7 @@ class Model:
 
     def started(self, world: World, rank: Rank) -> Rank:
         slot = buffer_slots.next_slot(rank.order, self.buffers)
-        order = tuple(buffer_slots.newest_last(rank.order, slot))
+        order = tuple(buffer_slots.slots_newest_last(rank.order, slot))
         return replace(
             rank,
             slots=_put(rank.slots, slot, self.when_started(world, rank, dict(rank.slots).get(slot))),
@@ -126,7 +126,7 @@ class Model:
             slot = next((slot for slot, written in rank.slots if written and written.commit == found), None)
             if found and (slot is None or dict(rank.slots)[slot] != Written(found)):
                 raise Lost(f"{rank} cannot restore {found}")
-            order = tuple(buffer_slots.newest_last(sorted(slot for slot, _ in rank.slots), slot))
+            order = tuple(buffer_slots.slots_newest_last(sorted(slot for slot, _ in rank.slots), slot))
             ranks.append(Rank(rank.slots, order, found.number if found else 0))
         return World(tuple(ranks), world.round + 1, found)
 
@@ -135,7 +135,7 @@ class Freeing(Model):
     """Buffers of ranks that have left a node are freed only if all ranks have a newer commit."""
 
     def successors(self, world: World) -> Iterator[World]:
-        if any(buffer_slots.may_free_others(rank.committed) for rank in world.ranks):
+        if any(buffer_slots.may_free_slots_of_others(rank.committed) for rank in world.ranks):
             for rank in world.ranks:
                 if not any(written and written.commit.round == world.round for _, written in rank.slots):
                     raise Lost(f"{rank} has no commit of this round, and another rank frees older ones: {world}")
@@ -163,11 +163,11 @@ def _put(slots: tuple[tuple[int, Written | None], ...], slot: int, written: Writ
     return tuple(sorted({**dict(slots), slot: written}.items()))
 
 
-def _offers(rank: Rank, number: int, *, is_replicated: bool = False) -> list[Offer]:
-    return [Offer(written.commit, number, is_replicated) for _, written in rank.slots if written is not None]
+def _offers(rank: Rank, number: int, *, is_replicated: bool = False) -> list[AgreementOffer]:
+    return [AgreementOffer(written.commit, number, is_replicated) for _, written in rank.slots if written is not None]
 
 
-def decide(offers: Sequence[Sequence[Offer]], digests: Digests = ()) -> Commit | None:
+def decide(offers: Sequence[Sequence[AgreementOffer]], digests: Digests = ()) -> Commit | None:
     """What ranks on nodes of their own restore."""
     steps = agreement.agree([Holding(number, own) for number, own in enumerate(offers)])
     try:
@@ -221,8 +221,8 @@ def test_buffers_of_ranks_that_left_are_freed_when_all_ranks_have_a_commit_of_th
 
 @pytest.mark.parametrize("early", [1, 2])
 def test_buffers_of_ranks_that_left_are_not_freed_earlier(early: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not buffer_slots.may_free_others(early)
-    monkeypatch.setattr(buffer_slots, "may_free_others", lambda commits: commits >= early)
+    assert not buffer_slots.may_free_slots_of_others(early)
+    monkeypatch.setattr(buffer_slots, "may_free_slots_of_others", lambda commits: commits >= early)
     with pytest.raises(Lost):
         Freeing(2, OVERLAPPED_BUFFERS, overlapped=True).explore()
 
@@ -236,13 +236,13 @@ def the_newest_is_overwritten(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_restored_commit_is_overwritten_first(patch: pytest.MonkeyPatch) -> None:
-    right = buffer_slots.newest_last
+    right = buffer_slots.slots_newest_last
 
-    def newest_last(slots: Sequence[int], newest: int | None) -> list[int]:
+    def slots_newest_last(slots: Sequence[int], newest: int | None) -> list[int]:
         is_restore = list(slots) == sorted(slots)
         return right(slots, newest)[::-1] if is_restore and len(slots) > 1 else right(slots, newest)
 
-    patch.setattr(buffer_slots, "newest_last", newest_last)
+    patch.setattr(buffer_slots, "slots_newest_last", slots_newest_last)
 
 
 def a_commit_is_complete_before_its_copy(patch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ripstop import commit_memory, train
-from ripstop.commit_memory import ROUNDS_OF_A_JOB, STAMP_OFFSET, CommitId, commit_round
+from ripstop.commit_memory import ROUNDS_OF_A_JOB, STAMP_OFFSET, CommitId, commit_id_round
 from ripstop.model.config import Checkpoints
 from ripstop.train import checkpoint_files, intervals, saver
 from ripstop.train import state as state_module
@@ -170,7 +170,7 @@ def test_the_newer_of_memory_and_disk_is_restored(agent: Agent, saving: SaverInA
     shutil.copytree(on_disk, newer)
     text = json.loads((newer / "ripstop.json").read_text().split("\n")[0])
     (newer / "ripstop.json").unlink()
-    checkpoint_files.describe(newer, {**text, "round": NEXT_JOB, "number": 3})
+    checkpoint_files.write_checkpoint_description(newer, {**text, "round": NEXT_JOB, "number": 3})
     state = train.State(step=0)
     assert state.restore()
     assert (state.restored_from, state.commits) == ("disk", 3)
@@ -515,7 +515,7 @@ def test_a_saver_killed_at_any_moment_leaves_the_last_checkpoint_whole(
         process.join()
         kills += process.exitcode == -signal.SIGKILL
         for path in saved(directory):
-            checkpoint_files.verify(path, checkpoint_files.description(path)["files"])
+            checkpoint_files.verify_checkpoint_files(path, checkpoint_files.read_checkpoint_description(path)["files"])
         assert saved(directory)[-1] == good
     assert kills
     checkpoint_files.remove_checkpoint(newest)
@@ -531,7 +531,7 @@ def test_a_save_comes_about_once_in_an_interval(interval: float, step: float) ->
     now, commits, last, since = 0.0, 1, 0, 0
     due = interval
     for _ in range(10_000):
-        steps, is_saved = intervals.next_save(due - now, max(1, commits - last), max(1, commits - last) * step)
+        steps, is_saved = intervals.next_save_interval(due - now, max(1, commits - last), max(1, commits - last) * step)
         last, commits, now, since = commits, commits + steps, now + steps * step, since + steps
         if is_saved:
             break
@@ -541,7 +541,7 @@ def test_a_save_comes_about_once_in_an_interval(interval: float, step: float) ->
 
 @given(st.integers(1, 99), st.integers(0, 10 * ROUNDS_OF_A_JOB))
 def test_commits_of_a_job_have_its_round_and_are_newer_than_all_before(job_round: int, newest: int) -> None:
-    found = commit_round(job_round, newest)
+    found = commit_id_round(job_round, newest)
     assert found > newest
     assert CommitId(found, 1).in_job() == CommitId(job_round, 1)
     assert found - ROUNDS_OF_A_JOB <= newest, "the next such round"

@@ -15,7 +15,7 @@ from torch import distributed
 
 from ripstop import train
 from ripstop.train import interruption
-from ripstop.train.elastic_session import _is_broken_connection
+from ripstop.train.elastic_session import _is_peer_lost_in_session
 from ripstop.train.group_abort import forget_groups
 from ripstop.train.transfer import TransferError
 
@@ -110,15 +110,15 @@ def test_a_state_made_inside_the_function_replaces_that_of_the_last_round() -> N
 
 def test_a_broken_connection_differs_from_errors_of_the_script() -> None:
     gloo = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
-    assert all(map(_is_broken_connection, (gloo, distributed.DistBackendError("x"), TransferError("x"))))
+    assert all(map(_is_peer_lost_in_session, (gloo, distributed.DistBackendError("x"), TransferError("x"))))
     chained = RuntimeError("train.State needs every rank")
     chained.__cause__ = distributed.DistStoreError("x")
-    assert _is_broken_connection(chained)
+    assert _is_peer_lost_in_session(chained)
     with pytest.raises(RuntimeError) as shapes:
         torch.ones(2) @ torch.ones(3)
     own_client = ConnectionResetError("api.example.org")
     others = (shapes.value, ValueError("x"), torch.OutOfMemoryError("x"), own_client)
-    assert not any(map(_is_broken_connection, others))
+    assert not any(map(_is_peer_lost_in_session, others))
 
 
 def test_groups_are_forgotten_at_once_and_end_when_the_caller_lets_go_of_them() -> None:

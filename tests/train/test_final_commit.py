@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from ripstop.commit_memory import CommitId, Header
+from ripstop.commit_memory import CommitHeader, CommitId
 from ripstop.train import final_commit, interruption
 from ripstop.train.agent_memory import AgentMemory
 from ripstop.train.final_commit import FinalCommit
@@ -84,7 +84,7 @@ def test_all_ranks_make_the_same_final_commit(
 
 def commit(state: FinalCommit, number: int) -> None:
     if state.is_now():
-        state.made(Header(0, CommitId(1, number), 0, 1, 0, 0, 0, 0), slot=0)
+        state.made(CommitHeader(0, CommitId(1, number), 0, 1, 0, 0, 0, 0), slot=0)
 
 
 @pytest.mark.usefixtures("states")

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from ripstop import train
-from ripstop.commit_memory import CONTENT_OFFSET, CommitId, Header
+from ripstop.commit_memory import CONTENT_OFFSET, CommitHeader, CommitId
 from ripstop.train import rank_store, replication
 from ripstop.train.commit_buffer import CommitBuffer
 from ripstop.train.rank_store import RankStore
-from ripstop.train.transfer import Giver
+from ripstop.train.transfer import TransferGiver
 from tests.train.cluster import KEY, Cluster
 
 
@@ -150,7 +150,7 @@ def killed_giver(mode: str) -> Any:
     from ripstop.train import transfer
 
     if mode == "kill" and rank() == 0:
-        right = transfer._send
+        right = transfer._send_transferred_part
 
         def send(connection: Any, buffer: Any, offset: int, size: int, **more: Any) -> bytes:
             digest = right(connection, buffer, offset, min(size, 500_000), **more)
@@ -158,7 +158,7 @@ def killed_giver(mode: str) -> Any:
                 os.kill(os.getpid(), signal.SIGKILL)
             return digest
 
-        transfer._send = send
+        transfer._send_transferred_part = send
     return replicated(4)
 
 
@@ -197,9 +197,9 @@ def attacked(key: str, mark: str) -> str:
     data = pickle.dumps(Evil(mark))
     buffer = CommitBuffer.create(CONTENT_OFFSET + len(data))
     buffer.write_pickle(CONTENT_OFFSET, data)
-    buffer.complete(Header(crc32(b"test"), CommitId(1, 1), 1, 2, CONTENT_OFFSET, len(data), crc32(data)))
+    buffer.complete(CommitHeader(crc32(b"test"), CommitId(1, 1), 1, 2, CONTENT_OFFSET, len(data), crc32(data)))
     store = RankStore("state", 0, 2, bytes.fromhex(key))
-    with Giver(store.transfer_key("restore 1"), {1: buffer}, 2) as giver:
+    with TransferGiver(store.transfer_key("restore 1"), {1: buffer}, 2) as giver:
         transfer = {"shards": [0, 1], "transfers": [[0, 1, 1]], "holders": [], "skipped": "", "disk": [[], 0, 0.0]}
         store.publish("restore 1 giver 0", [giver.host, giver.port])
         store.publish("restore 1 received", "")

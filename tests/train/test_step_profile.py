@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ripstop.train.step_profile import Entries, StepProfile, StepProfiler, measure
+from ripstop.train.step_profile import Entries, StepProfile, StepProfiler, measure_step_profile
 
 MS = 1_000_000  # nanoseconds
 
@@ -21,34 +21,36 @@ def starts(*at_ms: float) -> list[int]:
 
 def test_a_profile_has_the_medians_of_the_steps() -> None:
     entries = [entry(at) for at in (30, 90, 140, 190, 260, 290)]  # the third step is late
-    assert measure(starts(0, 100, 200, 300), entries) == StepProfile(0.1, pytest.approx([0.04, 0.09]), None)
+    assert measure_step_profile(starts(0, 100, 200, 300), entries) == StepProfile(
+        0.1, pytest.approx([0.04, 0.09]), None
+    )
 
 
 def test_steps_with_another_number_of_collectives_do_not_count() -> None:
     entries = [entry(at) for at in (30, 130, 230, 240, 250, 330)]
-    found = measure(starts(0, 100, 200, 300, 400), entries)
+    found = measure_step_profile(starts(0, 100, 200, 300, 400), entries)
     assert found is not None and found.arrivals == pytest.approx([0.03])
 
 
 def test_the_time_of_collectives_on_the_gpu_is_their_sum_in_a_step() -> None:
     entries = [entry(at, 20.0) for at in (30, 40, 130, 140, 230, 240)]
-    found = measure(starts(0, 100, 200, 300), entries)
+    found = measure_step_profile(starts(0, 100, 200, 300), entries)
     assert found is not None and found.waiting == pytest.approx(0.04)
 
 
 def test_of_many_collectives_a_few_are_reported_with_the_first_and_the_last() -> None:
     entries = [entry(100 * step + at) for step in range(3) for at in range(1, 91)]
-    found = measure(starts(0, 100, 200, 300), entries)
+    found = measure_step_profile(starts(0, 100, 200, 300), entries)
     assert found is not None and len(found.arrivals) == 8
     assert (found.arrivals[0], found.arrivals[-1]) == (pytest.approx(0.001), pytest.approx(0.09))
 
 
 def test_steps_without_collectives_have_only_a_time() -> None:
-    assert measure(starts(0, 100, 200, 300), []) == StepProfile(0.1, [], None)
+    assert measure_step_profile(starts(0, 100, 200, 300), []) == StepProfile(0.1, [], None)
 
 
 def test_a_worker_with_point_to_point_messages_has_no_profile() -> None:
-    assert measure(starts(0, 100, 200, 300), [entry(30), entry(130), entry(230, p2p=True)]) is None
+    assert measure_step_profile(starts(0, 100, 200, 300), [entry(30), entry(130), entry(230, p2p=True)]) is None
 
 
 class Clock:

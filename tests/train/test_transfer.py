@@ -12,7 +12,7 @@ import torch
 from ripstop.train import transfer
 from ripstop.train.commit_buffer import CommitBuffer
 from ripstop.train.digest import CHUNK_BYTES, Digest, digest
-from ripstop.train.transfer import Giver, PeerSource, Receiver, TransferError
+from ripstop.train.transfer import PeerSource, TransferError, TransferGiver, TransferReceiver
 
 KEY = bytes(range(32))
 SIZE = 2 * CHUNK_BYTES + 4096
@@ -26,16 +26,16 @@ def buffer() -> CommitBuffer:
 
 
 @pytest.fixture
-def giver(buffer: CommitBuffer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Giver]:
+def giver(buffer: CommitBuffer, monkeypatch: pytest.MonkeyPatch) -> Iterator[TransferGiver]:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    with Giver(KEY, {3: buffer}, 2) as giver:
+    with TransferGiver(KEY, {3: buffer}, 2) as giver:
         yield giver
 
 
 @pytest.mark.parametrize(("offset", "size"), [(0, SIZE), (0, 1), (4095, 8194), (SIZE - 7, 7), (CHUNK_BYTES - 1, 0)])
-def test_every_part_of_a_buffer_arrives(giver: Giver, buffer: CommitBuffer, offset: int, size: int) -> None:
-    with Receiver(giver.host, giver.port, KEY) as receiver:
+def test_every_part_of_a_buffer_arrives(giver: TransferGiver, buffer: CommitBuffer, offset: int, size: int) -> None:
+    with TransferReceiver(giver.host, giver.port, KEY) as receiver:
         source = PeerSource(receiver, 3)
         for _ in range(2):
             assert source.read(offset, size).equal(buffer.bytes[offset : offset + size])
@@ -43,14 +43,14 @@ def test_every_part_of_a_buffer_arrives(giver: Giver, buffer: CommitBuffer, offs
 
 
 @pytest.mark.parametrize(("shard", "offset", "size"), [(2, 0, 1), (3, -1, 1), (3, SIZE, 1), (3, 8, -1)])
-def test_a_request_for_something_else_gets_no_byte(giver: Giver, shard: int, offset: int, size: int) -> None:
-    with Receiver(giver.host, giver.port, KEY) as receiver:
+def test_a_request_for_something_else_gets_no_byte(giver: TransferGiver, shard: int, offset: int, size: int) -> None:
+    with TransferReceiver(giver.host, giver.port, KEY) as receiver:
         receiver._socket.sendall(transfer._REQUEST.pack(shard, offset, size, False))
         assert receiver._socket.recv(1) == b""
 
 
-def test_a_receiver_without_the_key_gets_no_byte(giver: Giver) -> None:
-    with Receiver(giver.host, giver.port, bytes(32)) as receiver, pytest.raises(TransferError):
+def test_a_receiver_without_the_key_gets_no_byte(giver: TransferGiver) -> None:
+    with TransferReceiver(giver.host, giver.port, bytes(32)) as receiver, pytest.raises(TransferError):
         receiver.read_bytes(3, 0, 1)
     with socket.create_connection((giver.host, giver.port)) as raw:
         nonce = raw.recv(transfer.NONCE_BYTES, socket.MSG_WAITALL)
@@ -58,7 +58,7 @@ def test_a_receiver_without_the_key_gets_no_byte(giver: Giver) -> None:
         assert raw.recv(1) == b""
 
 
-def test_a_recorded_proof_is_of_no_use(giver: Giver) -> None:
+def test_a_recorded_proof_is_of_no_use(giver: TransferGiver) -> None:
     nonce = bytes(transfer.NONCE_BYTES)
     with socket.create_connection((giver.host, giver.port)) as raw:
         first = raw.recv(transfer.NONCE_BYTES, socket.MSG_WAITALL)
@@ -71,7 +71,7 @@ def test_a_recorded_proof_is_of_no_use(giver: Giver) -> None:
         assert raw.recv(1) == b""
 
 
-def test_a_giver_without_the_key_is_noticed(buffer: CommitBuffer, giver: Giver) -> None:
+def test_a_giver_without_the_key_is_noticed(buffer: CommitBuffer, giver: TransferGiver) -> None:
     """It accepts any proof, and sends bytes with a MAC of its own."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -82,22 +82,28 @@ def test_a_giver_without_the_key_is_noticed(buffer: CommitBuffer, giver: Giver) 
                     nonce = bytes(transfer.NONCE_BYTES)
                     connection.sendall(nonce)
                     own = connection.recv(transfer.NONCE_BYTES + transfer.MAC_BYTES, socket.MSG_WAITALL)
-                    false = Giver.__new__(Giver)
+                    false = TransferGiver.__new__(TransferGiver)
                     false._key, false._buffers = bytes(32), {3: buffer}
                     false._answer(connection, nonce + own[: transfer.NONCE_BYTES])
 
         thread = threading.Thread(target=serve)
         thread.start()
         port = listener.getsockname()[1]
-        with Receiver("127.0.0.1", port, KEY) as receiver, pytest.raises(TransferError, match="do not match their MAC"):
+        with (
+            TransferReceiver("127.0.0.1", port, KEY) as receiver,
+            pytest.raises(TransferError, match="do not match their MAC"),
+        ):
             receiver.read_bytes(3, 0, 100)
-        with Receiver("127.0.0.1", port, KEY) as receiver, pytest.raises(TransferError, match="do not match their MAC"):
+        with (
+            TransferReceiver("127.0.0.1", port, KEY) as receiver,
+            pytest.raises(TransferError, match="do not match their MAC"),
+        ):
             PeerSource(receiver, 3).read(0, 100)
         thread.join()
 
 
 @pytest.mark.parametrize("is_unpickled", [False, True])
-def test_a_changed_byte_is_noticed(giver: Giver, is_unpickled: bool) -> None:
+def test_a_changed_byte_is_noticed(giver: TransferGiver, is_unpickled: bool) -> None:
     """A relay between giver and receiver changes one byte of the content."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -114,7 +120,7 @@ def test_a_changed_byte_is_noticed(giver: Giver, is_unpickled: bool) -> None:
         thread = threading.Thread(target=relay)
         thread.start()
         wrong = pytest.raises(TransferError, match="10000 bytes of shard 3 do not match their MAC")
-        with Receiver("127.0.0.1", listener.getsockname()[1], KEY) as receiver, wrong:
+        with TransferReceiver("127.0.0.1", listener.getsockname()[1], KEY) as receiver, wrong:
             if is_unpickled:
                 receiver.read_bytes(3, 100, 10_000)
             else:
@@ -122,7 +128,7 @@ def test_a_changed_byte_is_noticed(giver: Giver, is_unpickled: bool) -> None:
         thread.join()
 
 
-def test_more_connections_than_ranks_are_closed(giver: Giver) -> None:
+def test_more_connections_than_ranks_are_closed(giver: TransferGiver) -> None:
     with ExitStack() as opened:
         address = giver.host, giver.port
         kept = [opened.enter_context(socket.create_connection(address)) for _ in range(2 + transfer.MORE_CONNECTIONS)]
@@ -131,11 +137,11 @@ def test_more_connections_than_ranks_are_closed(giver: Giver) -> None:
             assert another.recv(1) == b""
         for each in kept:  # silent ones are closed after HANDSHAKE_TIMEOUT_S
             assert each.recv(1) == b""
-    with Receiver(*address, KEY) as receiver:
+    with TransferReceiver(*address, KEY) as receiver:
         receiver.read_bytes(3, 0, 1)
 
 
-def test_a_slow_proof_is_cut_off(giver: Giver) -> None:
+def test_a_slow_proof_is_cut_off(giver: TransferGiver) -> None:
     with socket.create_connection((giver.host, giver.port)) as slow:
         slow.recv(transfer.NONCE_BYTES, socket.MSG_WAITALL)
         slow.settimeout(0.5)
@@ -152,13 +158,13 @@ def test_a_slow_proof_is_cut_off(giver: Giver) -> None:
                 assert sent < transfer.NONCE_BYTES + transfer.MAC_BYTES
 
 
-def test_a_closed_giver_is_an_error(giver: Giver) -> None:
-    with Receiver(giver.host, giver.port, KEY) as receiver:
+def test_a_closed_giver_is_an_error(giver: TransferGiver) -> None:
+    with TransferReceiver(giver.host, giver.port, KEY) as receiver:
         giver.__exit__()
         with pytest.raises(TransferError):
             PeerSource(receiver, 3).read(0, 1)
     with pytest.raises(TransferError):
-        Receiver(giver.host, giver.port, KEY)
+        TransferReceiver(giver.host, giver.port, KEY)
 
 
 def test_a_node_whose_name_is_its_loopback_is_reached_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

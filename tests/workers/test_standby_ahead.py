@@ -25,7 +25,7 @@ from ripstop.workers.zygote import run_ahead, warmups
 from tests.worker_fixtures import Stage
 from tests.workers.test_standby import TELLS_ALL, Pool, Pools, descriptors
 
-WAIT = "from ripstop.train import standby_gate; standby_gate.wait()\n"
+WAIT = "from ripstop.train import standby_gate; standby_gate.wait_at_standby_gate()\n"
 TELLS = f"import os; print('start', os.environ['RANK'])\n{WAIT}print('enter', os.environ['RANK'], os.getpid())"
 BEFORE_SCRIPT = "ripstop replaces this standby with one that waits before the script"
 

@@ -46,8 +46,8 @@ from msgspec import Struct
 from ripstop.commit_memory import (
     HEAD_BYTES,
     IS_REPLICATED,
+    CommitHeader,
     CommitId,
-    Header,
     NotEnoughMemory,
     create_memory,
     unpack_commit_header,
@@ -187,9 +187,9 @@ class ReplicatorSender(threading.Thread):
             for name, progress in sets.items():
                 self._advance(round, name, progress)
 
-    def _headers(self, round: Round, name: str) -> list[dict[int, tuple[mmap.mmap, Header]]] | None:
+    def _headers(self, round: Round, name: str) -> list[dict[int, tuple[mmap.mmap, CommitHeader]]] | None:
         """For each rank of this node, its complete commits of this round by number; None if a rank has none."""
-        found: list[dict[int, tuple[mmap.mmap, Header]]] = []
+        found: list[dict[int, tuple[mmap.mmap, CommitHeader]]] = []
         for rank in range(round.first_rank, round.first_rank + round.ranks):
             with self._changed:
                 buffers = list(self._buffers.get((rank, name), {}).values())
@@ -235,7 +235,7 @@ class ReplicatorSender(threading.Thread):
                 {"report": {**report, "copied": progress.copied, "missed": progress.missed, "size": progress.size}}
             )
 
-    def _copy_set(self, round: Round, name: str, parts: list[tuple[mmap.mmap, Header]]) -> bool:
+    def _copy_set(self, round: Round, name: str, parts: list[tuple[mmap.mmap, CommitHeader]]) -> bool:
         """Whether the partner has them all."""
         assert round.partner is not None
         try:
@@ -272,7 +272,7 @@ class ReplicatorSender(threading.Thread):
         self._failures = 0
         return True
 
-    def _copy(self, peer: PeerConnection, name: str, buffer: mmap.mmap, header: Header) -> None:
+    def _copy(self, peer: PeerConnection, name: str, buffer: mmap.mmap, header: CommitHeader) -> None:
         id = header.id
         place = {"rank": header.rank, "world_size": header.world_size, "number": id.number}
         peer.send({"put": name, "size": header.end, **place})
@@ -301,7 +301,7 @@ def _check_replicator_reply(peer: PeerConnection) -> None:
     raise PeerError("the peer sends no valid reply")
 
 
-def _replicator_commit_header(buffer: mmap.mmap, run: int) -> Header | None:
+def _replicator_commit_header(buffer: mmap.mmap, run: int) -> CommitHeader | None:
     """The header of a complete commit."""
     header = unpack_commit_header(buffer[:HEAD_BYTES], run) if len(buffer) >= HEAD_BYTES else None
     return header if header is not None and HEAD_BYTES <= header.end <= len(buffer) else None

@@ -140,10 +140,10 @@ class AgentMemory:
                 while self._is_ending:
                     self._on_held(self._receive()[0])
         except TimeoutError as error:
-            interruption.check()
+            interruption.raise_if_interrupted()
             raise AgentError(f"the agent did not stop this worker within {timeout:g} s") from error
         except (OSError, ValueError) as error:
-            interruption.check()
+            interruption.raise_if_interrupted()
             raise AgentError(f"the agent has gone: {error}") from error
         finally:
             self._socket.settimeout(REPLY_TIMEOUT_S)
@@ -192,7 +192,7 @@ class AgentMemory:
         return json.loads(data), list(received)
 
 
-def connect() -> AgentMemory | None:
+def connect_agent_memory() -> AgentMemory | None:
     """None outside a ripstop job."""
     path = os.environ.get(SOCKET_VARIABLE)
     return AgentMemory(path + PATH_SUFFIX) if path else None

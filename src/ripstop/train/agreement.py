@@ -30,7 +30,7 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class AgreementOffer:
     """A rank's complete part of a commit.
 
     `is_replicated`: the state was found equal on all ranks.  `is_sharded`: the tensors are parts of larger ones.
@@ -45,7 +45,7 @@ class Offer:
         return [*astuple(self.commit), self.shard, int(self.is_replicated), int(self.is_sharded)]
 
     @classmethod
-    def unpack(cls, packed: Sequence[int]) -> "Offer":
+    def unpack(cls, packed: Sequence[int]) -> "AgreementOffer":
         round, number, world_size, shard, is_replicated, is_sharded = packed
         return cls(Commit(round, number, world_size), shard, bool(is_replicated), bool(is_sharded))
 
@@ -55,7 +55,7 @@ class Holding:
     """What a rank offers; the ranks of one node share its memory, and offer the same."""
 
     node: int
-    offers: Collection[Offer]
+    offers: Collection[AgreementOffer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,27 +104,29 @@ def agree(holdings: Sequence[Holding]) -> Generator[Compare, Digests, Restore | 
             held.setdefault(offer.commit, {}).setdefault(offer.shard, set()).add(holding.node)
             traits.setdefault(offer.commit, set()).add((offer.is_replicated, offer.is_sharded))
     problem = ""
-    for commit in _in_order(held, world_size):
+    for commit in _commits_to_agree_on(held, world_size):
         missing = sorted(set(range(commit.world_size)) - set(held[commit]))
         is_sharded = any(sharded for _, sharded in traits[commit])
         if not missing and commit.world_size == world_size:
-            plan = _plan(commit, held[commit], holdings, problem)
-            return replace(plan, holders=_shard_holders(held[commit], holdings)) if is_sharded else plan
-        lacks = f"commit {commit.number} lacks the shards of ranks {_listed(missing)}" if missing else ""
+            plan = _agreed_restore(commit, held[commit], holdings, problem)
+            return replace(plan, holders=_agreed_shard_holders(held[commit], holdings)) if is_sharded else plan
+        lacks = (
+            f"commit {commit.number} lacks the shards of ranks {_agreement_problem_list(missing)}" if missing else ""
+        )
         if missing and (is_sharded or not all(replicated for replicated, _ in traits[commit])):
             problem = problem or f"{lacks}, and the state is not known to be equal on all ranks"
             continue
-        differing = _differing((yield Compare(commit, _shared_out(held[commit], holdings))))
+        differing = _disagreeing_parts((yield Compare(commit, _shards_compared_to_agree(held[commit], holdings))))
         if not differing and is_sharded:
-            return Restore(commit, holders=_shard_holders(held[commit], holdings), skipped=problem)
+            return Restore(commit, holders=_agreed_shard_holders(held[commit], holdings), skipped=problem)
         if not differing:
-            return _plan(commit, held[commit], holdings, problem)
+            return _agreed_restore(commit, held[commit], holdings, problem)
         lacks = lacks or f"commit {commit.number} was made by {commit.world_size} ranks, this round has {world_size}"
-        problem = problem or f"{lacks}, and these values differ between ranks: {_listed(differing)}"
+        problem = problem or f"{lacks}, and these values differ between ranks: {_agreement_problem_list(differing)}"
     return Start(problem)
 
 
-def _in_order(held: Mapping[Commit, Mapping[int, object]], world_size: int) -> list[Commit]:
+def _commits_to_agree_on(held: Mapping[Commit, Mapping[int, object]], world_size: int) -> list[Commit]:
     """The newest first.  But if some ranks were killed during the newest commit, the one before it comes first: all
     ranks have their own shard of it, so that the step is repeated with the same random numbers."""
     commits = sorted(held, reverse=True)
@@ -135,17 +137,17 @@ def _in_order(held: Mapping[Commit, Mapping[int, object]], world_size: int) -> l
     return commits
 
 
-def _ranks_by_node(holdings: Sequence[Holding]) -> dict[int, list[int]]:
+def _agreeing_ranks_by_node(holdings: Sequence[Holding]) -> dict[int, list[int]]:
     ranks: dict[int, list[int]] = {}
     for rank, holding in enumerate(holdings):
         ranks.setdefault(holding.node, []).append(rank)
     return ranks
 
 
-def _plan(commit: Commit, held: Mapping[int, set[int]], holdings: Sequence[Holding], skipped: str) -> Restore:
+def _agreed_restore(commit: Commit, held: Mapping[int, set[int]], holdings: Sequence[Holding], skipped: str) -> Restore:
     """Which shard each rank loads, and the transfers: no node receives a shard twice, and givers take turns."""
     there = {shard: set(nodes) for shard, nodes in held.items()}
-    ranks, given = _ranks_by_node(holdings), [0] * len(holdings)
+    ranks, given = _agreeing_ranks_by_node(holdings), [0] * len(holdings)
     shards, transfers = [], []
     for rank, holding in enumerate(holdings):
         local = [shard for shard in sorted(there) if holding.node in there[shard]]
@@ -162,14 +164,14 @@ def _plan(commit: Commit, held: Mapping[int, set[int]], holdings: Sequence[Holdi
     return Restore(commit, tuple(shards), tuple(transfers), skipped=skipped)
 
 
-def _shard_holders(held: Mapping[int, set[int]], holdings: Sequence[Holding]) -> tuple[tuple[int, ...], ...]:
-    ranks = _ranks_by_node(holdings)
+def _agreed_shard_holders(held: Mapping[int, set[int]], holdings: Sequence[Holding]) -> tuple[tuple[int, ...], ...]:
+    ranks = _agreeing_ranks_by_node(holdings)
     return tuple(tuple(rank for node in sorted(held[shard]) for rank in ranks[node]) for shard in sorted(held))
 
 
-def _shared_out(held: Mapping[int, set[int]], holdings: Sequence[Holding]) -> tuple[tuple[int, ...], ...]:
+def _shards_compared_to_agree(held: Mapping[int, set[int]], holdings: Sequence[Holding]) -> tuple[tuple[int, ...], ...]:
     """The shards whose digests each rank computes: each shard once, evenly."""
-    ranks = _ranks_by_node(holdings)
+    ranks = _agreeing_ranks_by_node(holdings)
     work: list[list[int]] = [[] for _ in holdings]
     for shard in sorted(held):
         rank = min((r for node in held[shard] for r in ranks[node]), key=lambda rank: (len(work[rank]), rank))
@@ -177,12 +179,12 @@ def _shared_out(held: Mapping[int, set[int]], holdings: Sequence[Holding]) -> tu
     return tuple(map(tuple, work))
 
 
-def _differing(digests: Digests) -> list[str]:
+def _disagreeing_parts(digests: Digests) -> list[str]:
     """The parts of the state that are not equal in all shards."""
     all_shards = [parts for by_shard in digests for parts in by_shard.values()]
     names = dict.fromkeys(name for parts in all_shards for name in parts)
     return [name for name in names if len({parts.get(name) for parts in all_shards}) > 1]
 
 
-def _listed(values: Sequence[object]) -> str:
+def _agreement_problem_list(values: Sequence[object]) -> str:
     return ", ".join(map(str, values[:8])) + (", …" if len(values) > 8 else "")

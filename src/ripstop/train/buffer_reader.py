@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ripstop.train.sharding import Piece, Pieces, ShardSource
+from ripstop.train.sharding import Piece, Pieces, ReshardingSource
 
 
 class BufferReader(StorageReader):
     """Each rank reads for itself.  Of pieces that several shards have, the first is used."""
 
-    def __init__(self, pieces: Pieces, sources: Sequence[ShardSource]) -> None:
+    def __init__(self, pieces: Pieces, sources: Sequence[ReshardingSource]) -> None:
         self._sources = sources
         self._places: dict[MetadataIndex, Piece] = {}
         self._metadata: dict[str, TensorStorageMetadata] = {}

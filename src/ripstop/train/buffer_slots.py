@@ -13,7 +13,7 @@ BLOCKING_BUFFERS = 2
 OVERLAPPED_BUFFERS = 3
 
 
-def may_free_others(commits: int) -> bool:
+def may_free_slots_of_others(commits: int) -> bool:
     """Whether all ranks have a commit of this round.  `commits` is the number of this rank's commits since its restore.
 
     This rank has begun its commit n after a collective that its peers entered when commit n-2 was complete.  No rank
@@ -31,6 +31,6 @@ def next_slot(slots: Sequence[int], buffers: int, held: Collection[int] = ()) ->
     return free[0] if free else min(set(range(len(slots) + 1)) - set(slots))
 
 
-def newest_last(slots: Sequence[int], newest: int | None) -> list[int]:
+def slots_newest_last(slots: Sequence[int], newest: int | None) -> list[int]:
     """The order of slots after this one was written or restored; all others may be overwritten before it."""
     return [*(slot for slot in slots if slot != newest), *([] if newest is None else [newest])]

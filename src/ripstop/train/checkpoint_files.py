@@ -84,7 +84,7 @@ def file_table(path: Path, names: Iterable[str]) -> dict[str, list[int]]:
     return {name: [(path / name).stat().st_size, file_digest(path / name)] for name in sorted(names)}
 
 
-def describe(path: Path, content: dict[str, Any]) -> None:
+def write_checkpoint_description(path: Path, content: dict[str, Any]) -> None:
     """Write the description; `content["files"]` is a table of all other files."""
     text = json.dumps({**content, "format": FORMAT})
     (path / DESCRIPTION).write_text(f"{text}\n{crc32(text.encode())}\n")
@@ -95,9 +95,9 @@ def write_checkpoint_part(path: Path, rank: int, data: bytes) -> None:
     part = path / f"part-{rank}.pickle"
     unfinished = path / f"{part.name}.tmp"
     unfinished.write_bytes(data)
-    sync_files(unfinished)
+    sync_checkpoint_files(unfinished)
     unfinished.rename(part)
-    sync_files(path)
+    sync_checkpoint_files(path)
 
 
 def read_checkpoint_parts(path: Path) -> list[bytes]:
@@ -121,7 +121,7 @@ def remove_checkpoint_parts(path: Path) -> None:
             file.unlink()
 
 
-def description(path: Path) -> dict[str, Any]:
+def read_checkpoint_description(path: Path) -> dict[str, Any]:
     """What a checkpoint has; Unusable if this cannot be told."""
     try:
         text, checksum, *_ = (path / DESCRIPTION).read_text().split("\n")
@@ -135,7 +135,7 @@ def description(path: Path) -> dict[str, Any]:
     return found
 
 
-def verify(path: Path, files: Mapping[str, list[int]]) -> None:
+def verify_checkpoint_files(path: Path, files: Mapping[str, list[int]]) -> None:
     """Unusable names the first file that is not as it was written."""
     for name, (size, expected) in files.items():
         file = path / name
@@ -149,7 +149,7 @@ def verify(path: Path, files: Mapping[str, list[int]]) -> None:
             raise Unusable(f"{file} cannot be read: {error.strerror}") from error
 
 
-def sync_files(*paths: Path) -> None:
+def sync_checkpoint_files(*paths: Path) -> None:
     """Have these files, or the names in these directories, on disk."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
@@ -174,7 +174,7 @@ def prune(folder: Path, keep: int, round: int, number: int, *, keep_parts: bool 
         if not (keep_parts and is_newest):
             remove_checkpoint(each.path)
     for path in list(folder.glob(f"{_REMOVED}*")):  # of a killed saver
-        _remove_files(path)
+        _remove_checkpoint_files(path)
 
 
 def newest_checkpoint_round(folder: Path) -> int:
@@ -191,14 +191,14 @@ def remove_checkpoint(path: Path) -> None:
         return
     with suppress(FileNotFoundError):  # another node removes it, too
         if _has_only_checkpoint_files(path):
-            _remove_files(path.rename(path.with_name(f"{_REMOVED}{os.urandom(8).hex()}")))
+            _remove_checkpoint_files(path.rename(path.with_name(f"{_REMOVED}{os.urandom(8).hex()}")))
 
 
 def _has_only_checkpoint_files(path: Path) -> bool:
     return all(_OURS.fullmatch(file.name) and file.is_file() for file in path.iterdir())
 
 
-def _remove_files(path: Path) -> None:
+def _remove_checkpoint_files(path: Path) -> None:
     with suppress(FileNotFoundError):
         if not path.is_symlink() and _has_only_checkpoint_files(path):
             for file in list(path.iterdir()):

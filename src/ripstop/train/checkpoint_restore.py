@@ -13,7 +13,7 @@ from zlib import crc32
 
 import torch
 
-from ripstop.commit_memory import IS_SHARDED, CommitId, Header, NotEnoughMemory
+from ripstop.commit_memory import IS_SHARDED, CommitHeader, CommitId, NotEnoughMemory
 from ripstop.train import checkpoint_files, content
 from ripstop.train.agreement import Commit
 from ripstop.train.checkpoint_files import Unusable
@@ -40,7 +40,7 @@ class CheckpointOffer(NamedTuple):
     interval: float
 
 
-def checkpoint_offer(directory: str, interval: float, name: str, newest_round: int) -> CheckpointOffer:
+def checkpoint_restore_offer(directory: str, interval: float, name: str, newest_round: int) -> CheckpointOffer:
     """What this rank sees on disk, for rank 0."""
     seen = []
     if directory:
@@ -87,7 +87,7 @@ class RestorableCheckpoint(NamedTuple):
     def read_pickle(self) -> bytes:
         """Its digest is checked here too: `find_restorable` leaves most files to other ranks."""
         name = checkpoint_files.pickle_name(self.shard)
-        checkpoint_files.verify(self.path, {name: self.description["files"][name]})
+        checkpoint_files.verify_checkpoint_files(self.path, {name: self.description["files"][name]})
         return (self.path / name).read_bytes()
 
     @property
@@ -97,15 +97,15 @@ class RestorableCheckpoint(NamedTuple):
     def has_sharding_of(self, rank: int, values: Mapping[str, Any]) -> bool:
         """Whether this rank can take the tensors as the checkpoint has them."""
         is_own = self.shard == rank or not self.is_sharded
-        return is_own and content.Stored(None, self.read_pickle()).has_sharding_of(values)
+        return is_own and content.StoredContent(None, self.read_pickle()).has_sharding_of(values)
 
-    def load(self, run: int) -> tuple[CommitBuffer, Header]:
+    def load(self, run: int) -> tuple[CommitBuffer, CommitHeader]:
         """The commit of a rank, from disk into a new buffer; Unusable says why it cannot be used."""
         described = self.description["ranks"][str(self.shard)]
         data, offset = self.read_pickle(), described["pickle_offset"]
-        buffer = _create_checkpoint_buffer(self.path, offset + content.PICKLE_ROOM * len(data))
+        buffer = _create_checkpoint_restore_buffer(self.path, offset + content.PICKLE_ROOM * len(data))
         buffer.write_pickle(offset, data)
-        stored = content.Stored(buffer, data)
+        stored = content.StoredContent(buffer, data)
         parts, wanted = stored.parts, dict[str, torch.Tensor]()
         for number, name in enumerate(self.tensor_names):
             tensor = stored.separate_tensor(number)
@@ -113,7 +113,7 @@ class RestorableCheckpoint(NamedTuple):
                 tensor = ShardedTensorParts(parts[number], tensor)
             wanted[name] = tensor
         _fill_from_checkpoint(self.path, wanted)
-        header = Header(
+        header = CommitHeader(
             run, self.id, self.shard, self.description["world_size"], offset, len(data), crc32(data), described["flags"]
         )
         buffer.complete(header)
@@ -121,7 +121,7 @@ class RestorableCheckpoint(NamedTuple):
 
     def resharded(self) -> "ReshardedCheckpoint":
         id, world_size = self.id, self.description["world_size"]
-        stored = content.Stored(None, self.read_pickle())
+        stored = content.StoredContent(None, self.read_pickle())
         for number in stored.parts:
             if self.tensor_names[number].startswith(checkpoint_files.OWN):
                 raise Unusable(f"{self.path} has parts of tensors that only ranks with the same sharding can read")
@@ -130,9 +130,9 @@ class RestorableCheckpoint(NamedTuple):
 
 def find_restorable(path: Path, rank: int, world_size: int) -> RestorableCheckpoint:
     """Unusable says why a checkpoint cannot be used.  Each rank looks at some of its files."""
-    found = checkpoint_files.description(path)
+    found = checkpoint_files.read_checkpoint_description(path)
     files = sorted(found["files"].items())
-    checkpoint_files.verify(path, dict(files[rank::world_size]))
+    checkpoint_files.verify_checkpoint_files(path, dict(files[rank::world_size]))
     if found["world_size"] == world_size and str(rank) in found["ranks"]:
         return RestorableCheckpoint(path, found, rank)
     if found["differing"]:
@@ -147,7 +147,7 @@ class ReshardedCheckpoint(NamedTuple):
     """A checkpoint whose sharding is not that of this round."""
 
     commit: Commit
-    stored: content.Stored
+    stored: content.StoredContent
     found: RestorableCheckpoint
 
     @property
@@ -175,7 +175,7 @@ def _fill_from_checkpoint(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         raise Unusable(f"{path}: {' '.join(str(error).split())}") from error
 
 
-def _create_checkpoint_buffer(path: Path, size: int) -> CommitBuffer:
+def _create_checkpoint_restore_buffer(path: Path, size: int) -> CommitBuffer:
     try:
         return CommitBuffer.create(size)
     except NotEnoughMemory as error:

@@ -25,10 +25,10 @@ from ripstop.commit_memory import (
     HEAD_BYTES,
     STAMP_BYTES,
     STAMP_OFFSET,
-    Header,
+    CommitHeader,
     NotEnoughMemory,
+    commit_header_stamp,
     create_memory,
-    stamp,
     unpack_commit_header,
 )  # fmt: skip
 
@@ -85,10 +85,10 @@ class CommitBuffer:
         """From now on, and until `complete`, the buffer has no commit."""
         self._map[STAMP_OFFSET : STAMP_OFFSET + STAMP_BYTES] = bytes(STAMP_BYTES)
 
-    def complete(self, header: Header) -> None:
+    def complete(self, header: CommitHeader) -> None:
         packed = header.pack()
         self._map[: len(packed)] = packed
-        self._map[STAMP_OFFSET : STAMP_OFFSET + STAMP_BYTES] = stamp(packed)
+        self._map[STAMP_OFFSET : STAMP_OFFSET + STAMP_BYTES] = commit_header_stamp(packed)
 
     def memory(self, start: int, end: int) -> memoryview:
         return memoryview(self._map)[start:end]
@@ -96,12 +96,12 @@ class CommitBuffer:
     def write_pickle(self, offset: int, data: bytes) -> None:
         self._map[offset : offset + len(data)] = data
 
-    def header(self, run: int) -> Header | None:
+    def header(self, run: int) -> CommitHeader | None:
         """The complete commit in this buffer; None if there is none of this run and format."""
         header = unpack_commit_header(self._map[:HEAD_BYTES], run)
         return header if header is not None and header.end <= self.size else None
 
-    def read_pickle(self, header: Header) -> bytes:
+    def read_pickle(self, header: CommitHeader) -> bytes:
         data = self._map[header.pickle_offset : header.pickle_offset + header.pickle_size]
         if crc32(data) != header.pickle_checksum:
             raise Corrupted(f"commit {header.id.number} of round {header.id.round} does not match its checksum")

@@ -17,7 +17,7 @@ from ripstop.commit_memory import CONTENT_OFFSET
 from ripstop.train import sharding
 from ripstop.train.commit_buffer import CommitBuffer
 from ripstop.train.digest import digest
-from ripstop.train.sharding import Leaf, Part, Piece, is_dtensor, leaves, local, part_of
+from ripstop.train.sharding import Leaf, Part, Piece, is_dtensor, local_part_of_dtensor, part_of, sharded_leaves
 
 RANDOM = "random states"  # a component of every commit, and each rank's own; not a valid name of a user's
 ALIGNMENT_BYTES = 64
@@ -76,11 +76,11 @@ class Snapshot(NamedTuple):
     def is_sharded(self) -> bool:
         return any(component.parts for component in self.components.values())
 
-    def fits(self, buffer: CommitBuffer) -> bool:
+    def content_fits(self, buffer: CommitBuffer) -> bool:
         return self.pickle_offset + len(self.pickle) <= buffer.size
 
 
-def _aligned(offset: int) -> int:
+def _aligned_content_offset(offset: int) -> int:
     return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -99,7 +99,7 @@ class _Tensors:
         return self._numbers[key]
 
 
-def _place(tensors: list[torch.Tensor]) -> tuple[list[Entry], int, int]:
+def _content_layout(tensors: list[torch.Tensor]) -> tuple[list[Entry], int, int]:
     """The entry of each tensor, where those of the host begin, and where they end."""
     current = torch.cuda.current_device() if any(tensor.is_cuda for tensor in tensors) else None
     offset = CONTENT_OFFSET
@@ -111,7 +111,7 @@ def _place(tensors: list[torch.Tensor]) -> tuple[list[Entry], int, int]:
                 is_current = tensor.is_cuda and tensor.device.index == current
                 entry = Entry(offset, tensor.dtype, tuple(tensor.shape), str(tensor.device), is_current)
                 entries[number] = entry
-                offset = _aligned(offset + entry.size)
+                offset = _aligned_content_offset(offset + entry.size)
     return [entries[number] for number in range(len(tensors))], host_offset, offset
 
 
@@ -126,7 +126,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, torch.Tensor):
             return None
         part = part_of(value) if is_dtensor(value) else None
-        value = local(value)
+        value = local_part_of_dtensor(value)
         if type(value) not in _SUPPORTED or value.layout != torch.strided or value.is_quantized:
             kind = type(value).__name__ if type(value) not in _SUPPORTED else value.layout
             raise Unsupported(f"a State keeps dense torch.Tensors, and this has one of type {kind}; leave it out")
@@ -153,13 +153,15 @@ def is_stateful(value: Any) -> bool:
 def snapshot(values: Mapping[str, Any]) -> Snapshot:
     """The content of these values: their `state_dict`, or the values themselves.  Unsupported names the value."""
     tensors = _Tensors()
-    components = {name: _component(name, value, tensors) for name, value in values.items()}
-    layout, host_offset, end = _place(tensors.found)
-    data = pickle.dumps((layout, components, _buffers_of_rank_0(values, tensors.found)), pickle.HIGHEST_PROTOCOL)
+    components = {name: _content_component(name, value, tensors) for name, value in values.items()}
+    layout, host_offset, end = _content_layout(tensors.found)
+    data = pickle.dumps(
+        (layout, components, _content_broadcast_from_rank_0(values, tensors.found)), pickle.HIGHEST_PROTOCOL
+    )
     return Snapshot(tensors.found, layout, components, host_offset, end, data)
 
 
-def _component(name: str, value: Any, tensors: _Tensors) -> Component:
+def _content_component(name: str, value: Any, tensors: _Tensors) -> Component:
     file = io.BytesIO()
     pickler = _Pickler(file, tensors)
     try:
@@ -174,7 +176,7 @@ def _component(name: str, value: Any, tensors: _Tensors) -> Component:
     return Component(file.getvalue(), list(pickler.numbers), pickler.parts)
 
 
-class Stored:
+class StoredContent:
     """The content of a buffer."""
 
     def __init__(self, buffer: CommitBuffer | None, data: bytes) -> None:
@@ -212,27 +214,27 @@ class Stored:
             self._load_torch_module(live, _Unpickler(data, self._in_buffer).load())
             return live
         own = _Tensors()
-        _component(name, live, own)
-        if _can_reuse(own.found, [self._entries[number] for number in numbers]):
+        _content_component(name, live, own)
+        if _can_take_stored_content(own.found, [self._entries[number] for number in numbers]):
             for number, tensor in zip(numbers, own.found, strict=True):
                 if number not in self._made:
                     self._made[number] = tensor.copy_(self._in_buffer(number))
         stored = _Unpickler(data, self._outside).load()
         if isinstance(live, torch.optim.Optimizer):
-            _check_optimizer(live, stored)
+            _check_optimizer_content(live, stored)
         if is_stateful(live):
             live.load_state_dict(stored)
             return live
         return stored
 
     def _load_torch_module(self, module: torch.nn.Module, stored: dict[str, Any]) -> None:
-        _check_dtypes(module.state_dict(), stored)
+        _check_content_dtypes(module.state_dict(), stored)
         for key in stored:
             if key.endswith("_extra_state"):  # which the module may keep as it is
                 stored[key] = copy.deepcopy(stored[key])
         module.load_state_dict(stored)
         for tensor in (*module.parameters(), *module.buffers()):  # a module may override load_state_dict and assign
-            if self._buffer.contains(local(tensor)):
+            if self._buffer.contains(local_part_of_dtensor(tensor)):
                 tensor.data = tensor.data.clone()
 
     @property
@@ -256,7 +258,7 @@ class Stored:
         own = torch.frombuffer(self._buffer.memory(offset, offset + entry.size), dtype=torch.uint8)
         return own.view(dtype).view(shape)
 
-    def is_same(self, number: int, other: "Stored") -> bool:
+    def is_same(self, number: int, other: "StoredContent") -> bool:
         """Whether a tensor has the same type, shape and bits in another buffer."""
         mine, its = self._entries[number], other._entries[number]
         if (mine.dtype, mine.shape) != (its.dtype, its.shape):
@@ -277,7 +279,7 @@ class Stored:
 
     def _without_tensors(self, name: str) -> "hashlib._Hash":
         data, numbers, parts = self._components[name]
-        found = hashlib.sha256(_canonical_pickle(data))
+        found = hashlib.sha256(_canonical_content_pickle(data))
         for number in numbers:
             entry, part = self._entries[number], parts.get(number)
             what = f"{part.shape} {part.layout}" if part else f"{entry.shape}"
@@ -310,14 +312,14 @@ class Stored:
         """The value, with leaves instead of tensors."""
         data, numbers, parts = self._components[name]
         found = _Unpickler(data, lambda number: Leaf(number, parts.get(number))).load()
-        if {leaf.number for _, leaf in leaves(found, Leaf)} != set(numbers):
+        if {leaf.number for _, leaf in sharded_leaves(found, Leaf)} != set(numbers):
             raise ValueError("a sharded tensor must be in dicts, lists and tuples only")
         return found
 
     def pieces(self, name: str, shard: int) -> dict[tuple[str, ...], tuple[Part | None, Piece]]:
         """Where its tensors are, if this is the shard of this rank."""
         found = {}
-        for path, (number, part) in leaves(self.structure(name), Leaf):
+        for path, (number, part) in sharded_leaves(self.structure(name), Leaf):
             entry = self._entries[number]
             found[path] = part, Piece(shard, entry.offset, entry.dtype, entry.shape)
         return found
@@ -325,29 +327,29 @@ class Stored:
     def has_sharding_of(self, values: Mapping[str, Any]) -> bool:
         """Whether the tensors of these live values are sharded as those of the commit."""
         for name, live in values.items():
-            own = dict(leaves(live.state_dict() if is_stateful(live) else live, torch.Tensor))
+            own = dict(sharded_leaves(live.state_dict() if is_stateful(live) else live, torch.Tensor))
             if name in self._components and (self._components[name].parts or any(map(is_dtensor, own.values()))):
-                for path, leaf in leaves(self.structure(name), Leaf):
+                for path, leaf in sharded_leaves(self.structure(name), Leaf):
                     if path in own and leaf.part != (part_of(own[path]) if is_dtensor(own[path]) else None):
                         return False
         return True
 
     def _load_sharded(self, name: str, live: Any) -> Any:
         structure = self.structure(name)
-        found = dict(leaves(structure, Leaf))
+        found = dict(sharded_leaves(structure, Leaf))
 
         def fill(targets: dict[tuple[str, ...], torch.Tensor]) -> None:
             for path, target in targets.items():
-                sharding.copy_same_sharding(found[path], self._in_buffer(found[path].number), target)
+                sharding.copy_equally_sharded(found[path], self._in_buffer(found[path].number), target)
 
-        return sharding.load_sharded(live, structure, self.pieces(name, 0), fill)
+        return sharding.load_with_live_sharding(live, structure, self.pieces(name, 0), fill)
 
     def load_from_files(
         self, name: str, live: Any, tensor_names: Sequence[str], fill: Callable[[dict[str, torch.Tensor]], None]
     ) -> Any:
         """Give a live value of any sharding its content; `fill` fills tensors by name; `tensor_names` are by number."""
         structure = self.structure(name)
-        names = {path: tensor_names[leaf.number] for path, leaf in leaves(structure, Leaf)}
+        names = {path: tensor_names[leaf.number] for path, leaf in sharded_leaves(structure, Leaf)}
 
         def fill_all(targets: dict[tuple[str, ...], torch.Tensor]) -> None:
             left = dict(targets)
@@ -355,7 +357,7 @@ class Stored:
                 paths = {names[path]: path for path in left}
                 fill({tensor_name: left.pop(path) for tensor_name, path in paths.items()})
 
-        return sharding.load_sharded(live, structure, self.pieces(name, 0), fill_all)
+        return sharding.load_with_live_sharding(live, structure, self.pieces(name, 0), fill_all)
 
     def _in_buffer(self, number: int) -> torch.Tensor:
         entry = self._entries[number]
@@ -371,7 +373,7 @@ class Stored:
         return self._made[number]
 
 
-def _check_dtypes(live: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+def _check_content_dtypes(live: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
     """load_state_dict would convert, and the model would not continue with the same numbers."""
     for key, value in stored.items():
         own = live.get(key)
@@ -379,7 +381,7 @@ def _check_dtypes(live: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
             raise TypeError(f"{key} is {own.dtype}, and {value.dtype} in the commit")
 
 
-def _check_optimizer(live: torch.optim.Optimizer, stored: Mapping[str, Any]) -> None:
+def _check_optimizer_content(live: torch.optim.Optimizer, stored: Mapping[str, Any]) -> None:
     """load_state_dict would accept the state of an optimizer of another kind."""
     known = {key for group in stored["param_groups"] for key in group}
     if missing := sorted({key for group in live.param_groups for key in group} - known):
@@ -390,7 +392,7 @@ class _Number(int):
     """A tensor in a pickle that is only compared."""
 
 
-def _canonical_pickle(data: bytes) -> bytes:
+def _canonical_content_pickle(data: bytes) -> bytes:
     """The same pickle for equal values: without references to objects that appeared before, which may be equal only."""
     file = io.BytesIO()
     pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
@@ -402,12 +404,12 @@ def _canonical_pickle(data: bytes) -> bytes:
     return file.getvalue()
 
 
-def _buffers_of_rank_0(values: Mapping[str, Any], tensors: list[torch.Tensor]) -> set[int]:
+def _content_broadcast_from_rank_0(values: Mapping[str, Any], tensors: list[torch.Tensor]) -> set[int]:
     """The tensors that differ between ranks without meaning: DDP overwrites them with those of rank 0 at each step."""
     from torch.nn.parallel import DistributedDataParallel
 
     found = {
-        local(buffer).data_ptr()
+        local_part_of_dtensor(buffer).data_ptr()
         for value in values.values()
         if isinstance(value, DistributedDataParallel) and value.broadcast_buffers
         for buffer in value.buffers()
@@ -415,7 +417,7 @@ def _buffers_of_rank_0(values: Mapping[str, Any], tensors: list[torch.Tensor]) -
     return {number for number, tensor in enumerate(tensors) if tensor.data_ptr() in found and tensor.numel()}
 
 
-def _can_reuse(own: list[torch.Tensor], stored: list[Entry]) -> bool:
+def _can_take_stored_content(own: list[torch.Tensor], stored: list[Entry]) -> bool:
     """Whether the live tensors can take the stored ones; keys do not matter, because the pickle says what is where."""
     if [(tensor.dtype, tuple(tensor.shape)) for tensor in own] != [(entry.dtype, entry.shape) for entry in stored]:
         return False
@@ -423,10 +425,10 @@ def _can_reuse(own: list[torch.Tensor], stored: list[Entry]) -> bool:
     return len({tensor.untyped_storage().data_ptr() for tensor in filled}) == len(filled)  # none overlaps another
 
 
-def stable_numbers(values: Mapping[str, Any], taken: Snapshot) -> set[int]:
+def stable_content_numbers(values: Mapping[str, Any], taken: Snapshot) -> set[int]:
     """The tensors that only an optimizer's step changes: parameters, and the state of optimizers."""
     parameters = {
-        local(parameter).data_ptr()
+        local_part_of_dtensor(parameter).data_ptr()
         for value in values.values()
         if isinstance(value, torch.nn.Module)
         for parameter in value.parameters()

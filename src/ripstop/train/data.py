@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 
-def _replica(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
+def _data_replica(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
     """This worker's rank and the number of workers: as given, or of the process group, or of the environment."""
     if rank is not None and num_replicas is not None:
         return rank, num_replicas
@@ -30,11 +30,11 @@ def _replica(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
 class Batches:
     """A loader whose batches move the position of its `Sampler` or `Stream`, also in a loop of a framework."""
 
-    def __init__(self, source: "_Loop", loader: Iterable[Any]) -> None:
+    def __init__(self, source: "_DataLoop", loader: Iterable[Any]) -> None:
         self._source, self._loader = source, loader
 
     def __iter__(self) -> Iterator[Any]:
-        return self._source._receive(self._loader)
+        return self._source._counted_data_batches(self._loader)
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]  # TypeError if it has none
@@ -46,7 +46,7 @@ class Batches:
         self._source.load_state_dict(state_dict)
 
 
-class _Loop(ABC):
+class _DataLoop(ABC):
     """What `Sampler` and `Stream` share: the size of a global batch, this worker's part of it, and the loop."""
 
     def __init__(self, global_batch_size: int, rank: int | None, num_replicas: int | None) -> None:
@@ -65,7 +65,7 @@ class _Loop(ABC):
         return Batches(self, loader)
 
     @abstractmethod
-    def _receive(self, loader: Iterable[Any]) -> Iterator[Any]: ...
+    def _counted_data_batches(self, loader: Iterable[Any]) -> Iterator[Any]: ...
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
@@ -74,7 +74,7 @@ class _Loop(ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
     def _share(self) -> tuple[int, int]:
-        rank, world = _replica(*self._given)
+        rank, world = _data_replica(*self._given)
         if self.global_batch_size < world:
             raise ValueError(
                 f"global_batch_size={self.global_batch_size} is below the number of workers ({world}): "
@@ -94,7 +94,7 @@ class _Loop(ABC):
             )
 
 
-class Sampler(_Loop):
+class Sampler(_DataLoop):
     """A batch sampler for `DataLoader(dataset, batch_sampler=sampler)`, with a position that a `State` can save.
 
         for batch in sampler.batches(loader):  # the rest of the current epoch
@@ -144,9 +144,9 @@ class Sampler(_Loop):
         while start < end:
             stop = start + self.global_batch_size
             self._drawn = start = self._skip_tail(stop)
-            yield self._samples(stop - self.global_batch_size + rank, stop, world)
+            yield self._data_sample_numbers(stop - self.global_batch_size + rank, stop, world)
 
-    def _receive(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def _counted_data_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         self._is_counted = True
         iteration = self._begin_loop()
         for batch in loader:
@@ -183,7 +183,7 @@ class Sampler(_Loop):
         left = self.length - seen % self.length
         return seen + left if self.drop_last and left < self.global_batch_size else seen
 
-    def _samples(self, start: int, stop: int, stride: int) -> list[int]:
+    def _data_sample_numbers(self, start: int, stop: int, stride: int) -> list[int]:
         samples: list[int] = []
         while start < stop:
             epoch, place = divmod(start, self.length)
@@ -216,7 +216,7 @@ class _Marked:
         return _Marked(pin_memory(self.batch), self.position)
 
 
-class Stream(_Loop, IterableDataset[_Marked]):
+class Stream(_DataLoop, IterableDataset[_Marked]):
     """A position for an iterable data set: `DataLoader(stream, batch_size=None)`, with any number of worker processes.
 
         for batch in stream.batches(loader):  # the rest of the current epoch
@@ -260,7 +260,7 @@ class Stream(_Loop, IterableDataset[_Marked]):
         torch.utils.data._utils.worker._worker_info = None  # or the data set may split itself between the processes
         if process and hasattr(self.dataset, "set_epoch"):
             self.dataset = deepcopy(self.dataset)  # its epoch may be in memory that it shares with the other processes
-        this_epoch, items = self.epoch, self._items()
+        this_epoch, items = self.epoch, self._data_items()
         following = next(items, None)
         for number in count():  # the process of a DataLoader that gives this batch: number % processes
             is_mine, part, size, state = number % processes == mine, [], 0, None
@@ -286,7 +286,7 @@ class Stream(_Loop, IterableDataset[_Marked]):
             if epoch > this_epoch:
                 return
 
-    def _items(self) -> Iterator[tuple[int, int, Any]]:
+    def _data_items(self) -> Iterator[tuple[int, int, Any]]:
         """The items from the position on, over the ends of epochs: epoch, number in the epoch from 1, item."""
         epoch, seen, state = self._after["epoch"], self._after["seen"], self._after["dataset"]
         while True:
@@ -304,7 +304,7 @@ class Stream(_Loop, IterableDataset[_Marked]):
                 return
             epoch, seen, state = epoch + 1, 0, None
 
-    def _receive(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def _counted_data_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         if getattr(loader, "persistent_workers", False):
             raise ValueError("persistent_workers=True keeps an old position in the loader's processes; use False")
         self._part = self._share()

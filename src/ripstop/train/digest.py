@@ -19,7 +19,7 @@ _MASK = (1 << 64) - 1
 _FACTOR = 0x9E3779B97F4A7C15
 
 
-def _weights(count: int, seed: int) -> torch.Tensor:
+def _digest_weights(count: int, seed: int) -> torch.Tensor:
     values = []
     for _ in range(count):
         seed = (seed * 6364136223846793005 + 1442695040888963407) & _MASK
@@ -28,8 +28,8 @@ def _weights(count: int, seed: int) -> torch.Tensor:
     return torch.tensor([value - (1 << 64) if value >> 63 else value for value in values], dtype=torch.int64)
 
 
-_column_weights = _weights(_COLUMNS, 1)
-_row_weights = _weights(_ROWS, 2)
+_column_weights = _digest_weights(_COLUMNS, 1)
+_row_weights = _digest_weights(_ROWS, 2)
 
 
 class Digest:

@@ -25,7 +25,7 @@ from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from ripstop.train import interruption, reports, standby_gate
-from ripstop.train.agent_memory import AgentError, connect
+from ripstop.train.agent_memory import AgentError, connect_agent_memory
 
 log = logging.getLogger("ripstop.train")
 
@@ -46,14 +46,14 @@ def elastic(function: Callable[P, R]) -> Callable[P, R]:
     `State.restore()`.  What is made outside of it stays.
     """
 
-    standby_gate.forbid_process_groups()
+    standby_gate.forbid_process_groups_before_gate()
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        standby_gate.wait()
+        standby_gate.wait_at_standby_gate()
         if interruption.is_elastic:
             raise RuntimeError("a function with @train.elastic cannot call another one: decorate the outer one only")
-        with _Session() as session:
+        with _ElasticSession() as session:
             while True:
                 session.enter()
                 try:
@@ -68,7 +68,7 @@ def elastic(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-class _Session:
+class _ElasticSession:
     """This process's part in the job's rounds, while it is in the training function."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class _Session:
         self._thread: threading.Thread | None = None
         self._group_destroyer: threading.Thread | None = None  # of the last round's groups
 
-    def __enter__(self) -> "_Session":
+    def __enter__(self) -> "_ElasticSession":
         if (memory := _connect_session()) is not None:
             self._round, self._socket = memory
             gc.freeze()  # what is there now stays: later collections look only at what the rounds have made
@@ -111,7 +111,7 @@ class _Session:
                 groups = forget_groups()
                 gc.collect()  # a DDP wrapper has hooks on the parameters until it is collected
                 os.environ.update(message["env"])
-                reports.start_round()
+                reports.reset_reports_for_round()
                 self._round = message["reform"]
             if self._socket is not None:
                 os.environ[NCCL_ERROR_HANDLING] = "0"  # NCCL's watchdog must not end this process: the agent decides
@@ -127,7 +127,7 @@ class _Session:
         if self._socket is None:
             return False
         with self._lock:
-            if self._next is None and not self._has_left and _is_broken_connection(error):
+            if self._next is None and not self._has_left and _is_peer_lost_in_session(error):
                 self._send({"peer_lost": self._round})  # so that a node that is lost is found at once
                 self._has_news.wait_for(lambda: self._next is not None or self._has_left, VERDICT_TIMEOUT_S)
             return self._next is not None
@@ -185,14 +185,14 @@ class _Session:
 def _connect_session() -> tuple[int, socket.socket] | None:
     """The round and a connection on which the agent can send messages; None: this process will not be kept."""
     try:
-        memory = connect()
+        memory = connect_agent_memory()
         return memory.register() if memory is not None else None
     except AgentError as error:
         log.warning("train.elastic has no effect: %s", error)
         return None
 
 
-def _is_broken_connection(error: BaseException | None) -> bool:
+def _is_peer_lost_in_session(error: BaseException | None) -> bool:
     """Whether the loss of a peer may have caused this exception.  gloo has no class for its exceptions.
 
     A `ConnectionError` of Python is not a peer's: collectives and stores do not raise it.

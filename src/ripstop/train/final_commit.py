@@ -12,7 +12,7 @@ the end.  So the next round continues exactly there, and no step is repeated.  R
 
 import weakref
 
-from ripstop.commit_memory import IS_REPLICATED, Header
+from ripstop.commit_memory import IS_REPLICATED, CommitHeader
 from ripstop.train.agent_memory import AgentMemory
 from ripstop.train.rank_store import RankStore
 
@@ -35,7 +35,7 @@ class FinalCommit:
         self._calls = 0
         self._has_announced = False
         self._call: int | None = None  # the last one
-        self._made: dict[str, tuple[Header, int]] = {}  # of the first State: all States' final commits, and their slots
+        self._made: dict[str, tuple[CommitHeader, int]] = {}  # of the first State: all States' final commits, and slots
 
     def is_now(self) -> bool:
         """Whether this call of `commit` is the last one.  Asked once at each call."""
@@ -47,7 +47,7 @@ class FinalCommit:
             return first._is_last_step()
         return self._memory.is_final_commit_due(self._name) and self._agree(self._calls)
 
-    def made(self, header: Header, slot: int) -> None:
+    def made(self, header: CommitHeader, slot: int) -> None:
         """This State has made its final commit.  If all have, it returns when the worker is being stopped.
 
         In a worker that goes on in place, it then raises when the next round begins.

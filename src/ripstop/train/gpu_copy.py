@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ripstop.commit_memory import HEADER_BYTES, STAMP_BYTES, STAMP_OFFSET, Header, stamp
+from ripstop.commit_memory import HEADER_BYTES, STAMP_BYTES, STAMP_OFFSET, CommitHeader, commit_header_stamp
 from ripstop.train.commit_buffer import CommitBuffer
 from ripstop.train.content import Snapshot
 
@@ -55,7 +55,7 @@ def can_overlap(taken: Snapshot) -> bool:
 class OverlappedCopy:
     """One commit on its way into a buffer.  `stable` are the numbers of tensors that only optimizers change."""
 
-    def __init__(self, buffer: CommitBuffer, taken: Snapshot, header: Header, stable: set[int]) -> None:
+    def __init__(self, buffer: CommitBuffer, taken: Snapshot, header: CommitHeader, stable: set[int]) -> None:
         global _hook
         if _hook is None:
             _hook = register_optimizer_step_pre_hook(_wait_for_gpu_copies)
@@ -119,12 +119,12 @@ class OverlappedCopy:
 STAGED_HEAD_BYTES = 2 * STAMP_BYTES + HEADER_BYTES  # zeros, stamp, header
 
 
-def _staged(taken: Snapshot, header: Header) -> torch.Tensor:
+def _staged(taken: Snapshot, header: CommitHeader) -> torch.Tensor:
     """In pinned memory: the head, then the part of the buffer that does not come from the GPU."""
     packed = header.pack()
     size = taken.pickle_offset - taken.host_offset + len(taken.pickle)
     stage = torch.empty(STAGED_HEAD_BYTES + size, dtype=torch.uint8, pin_memory=True)
-    head = bytes(STAMP_BYTES) + stamp(packed) + packed
+    head = bytes(STAMP_BYTES) + commit_header_stamp(packed) + packed
     stage[:STAGED_HEAD_BYTES] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
     content = stage[STAGED_HEAD_BYTES:]
     for tensor, entry in zip(taken.tensors, taken.layout, strict=True):

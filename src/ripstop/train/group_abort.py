@@ -38,26 +38,26 @@ class GroupAbort:
     """The process groups that are made from now on, and the round's store; `abort` may be called again."""
 
     def __init__(self) -> None:
-        self._earlier_epolls = set(_descriptors(_EPOLL))
+        self._earlier_epolls = set(_descriptors_for_group_abort(_EPOLL))
         self._store: set[tuple[str, int]] = set()
         self._aborted: set[int] = set()  # ids of groups, which torch's tables keep alive until `forget_groups`
 
     def start_round(self) -> None:
         """Prepare for the round's groups and store.  The environment already has the store's address."""
         # forget closed ones: gloo's next epoll may get the same descriptor number
-        self._earlier_epolls &= set(_descriptors(_EPOLL))
-        self._store = _store_addresses()
+        self._earlier_epolls &= set(_descriptors_for_group_abort(_EPOLL))
+        self._store = _store_addresses_to_abort()
         self._aborted.clear()
 
     def abort(self) -> None:
-        for epoll in _descriptors(_EPOLL):
+        for epoll in _descriptors_for_group_abort(_EPOLL):
             if epoll not in self._earlier_epolls:
                 _shut_down_gloo(epoll)
         try:
             self._abort_backends()
         except Exception as error:  # the agent replaces a worker that does not come back
             log.warning("the process groups could not be aborted: %s", error)
-        for fd in _descriptors(_SOCKET):
+        for fd in _descriptors_for_group_abort(_SOCKET):
             _shut_down(fd, None, self._store)
 
     def _abort_backends(self) -> None:
@@ -96,12 +96,12 @@ def forget_groups() -> list[Any]:
         table.clear()  # of an `init_process_group` that has failed half-way, too
     c10d._unregister_all_process_groups()
     world.group_count = 0  # groups have numbers, which must be the same on new workers
-    while (hook := _wrapped_excepthook(sys.excepthook)) is not None:
+    while (hook := _excepthook_before_process_group(sys.excepthook)) is not None:
         sys.excepthook = hook
     return groups
 
 
-def _wrapped_excepthook(hook: Any) -> Any:
+def _excepthook_before_process_group(hook: Any) -> Any:
     """The hook that was there before `init_process_group` put its own around it; None if this is not torch's."""
     if getattr(hook, "__module__", "") != distributed.distributed_c10d.__name__ or hook.__closure__ is None:
         return None
@@ -126,15 +126,15 @@ def _shut_down_gloo(epoll: int) -> None:
     except OSError:  # closed meanwhile
         return
     entries = [(int(fd), int(ino, 16)) for fd, data, ino in _ENTRY.findall(text) if int(fd) != int(data, 16)]
-    listening = [entry for entry in entries if _listens(*entry)]
+    listening = [entry for entry in entries if _is_listening_gloo_socket(*entry)]
     if listening:
         for entry in set(entries) - set(listening):  # gloo ends the process if its listening socket is shut down
             _shut_down(*entry, None)
 
 
-def _listens(fd: int, inode: int) -> bool:
+def _is_listening_gloo_socket(fd: int, inode: int) -> bool:
     with suppress(OSError):
-        opened = _duplicated_socket(fd, inode)
+        opened = _duplicated_socket_to_abort(fd, inode)
         if opened is not None:
             with opened:
                 return bool(opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
@@ -144,22 +144,22 @@ def _listens(fd: int, inode: int) -> bool:
 def _shut_down(fd: int, inode: int | None, peers: set[tuple[str, int]] | None) -> None:
     """Shut down this connection, if it is that inode, and a connection to one of these peers; None: any."""
     with suppress(OSError):  # closed meanwhile, or not connected
-        opened = _duplicated_socket(fd, inode)
+        opened = _duplicated_socket_to_abort(fd, inode)
         if opened is None:
             return
         with opened:
-            if peers is None or _peer(opened) in peers:
+            if peers is None or _peer_of_connection_to_abort(opened) in peers:
                 opened.shutdown(socket.SHUT_RDWR)
 
 
-def _peer(connection: socket.socket) -> tuple[str, int] | None:
+def _peer_of_connection_to_abort(connection: socket.socket) -> tuple[str, int] | None:
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return None
     host, port, *_ = connection.getpeername()
     return host.removeprefix("::ffff:"), port  # torch's sockets use IPv6 for IPv4 too
 
 
-def _duplicated_socket(fd: int, inode: int | None) -> socket.socket | None:
+def _duplicated_socket_to_abort(fd: int, inode: int | None) -> socket.socket | None:
     """A copy of the descriptor, so that its number cannot become another file's meanwhile."""
     copied = os.dup(fd)
     status = os.fstat(copied)
@@ -169,7 +169,7 @@ def _duplicated_socket(fd: int, inode: int | None) -> socket.socket | None:
     return socket.socket(fileno=copied)
 
 
-def _descriptors(kind: str) -> list[int]:
+def _descriptors_for_group_abort(kind: str) -> list[int]:
     found = []
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed meanwhile
@@ -178,7 +178,7 @@ def _descriptors(kind: str) -> list[int]:
     return found
 
 
-def _store_addresses() -> set[tuple[str, int]]:
+def _store_addresses_to_abort() -> set[tuple[str, int]]:
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return {(str(found[4][0]), port) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}

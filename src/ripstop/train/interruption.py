@@ -40,7 +40,7 @@ def leave_interruptible() -> None:
     is_elastic, on_opposed = False, None
 
 
-def check() -> None:
+def raise_if_interrupted() -> None:
     """Raise if the round is over."""
     if _is_over.is_set() and threading.get_ident() == _thread:
         raise Interrupted("the round is over; train.elastic enters the function again")
@@ -48,11 +48,14 @@ def check() -> None:
 
 @contextmanager
 def interruptible_wait(wake: Callable[[], None]) -> Iterator[None]:
-    """Call `wake` in another thread when the round is over.  It ends a wait in this block; then `check` raises."""
+    """Call `wake` in another thread when the round is over.  It ends a wait in this block.
+
+    Then `raise_if_interrupted` raises.
+    """
     global _wake
     _wake = wake
     try:
-        check()
+        raise_if_interrupted()
         yield
     finally:
         _wake = None

@@ -10,7 +10,7 @@ _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 MAX_GROWTH = 4  # from one interval to the next: steps right after a start are not typical
 
 
-def parse(every: int | str) -> tuple[int, float]:
+def parse_commit_interval(every: int | str) -> tuple[int, float]:
     """(steps, 0.0) or (0, seconds)."""
     if isinstance(every, int) and not isinstance(every, bool) and every > 0:
         return every, 0.0
@@ -25,7 +25,7 @@ def next_interval(seconds: float, steps: int, elapsed: float) -> int:
     return max(1, min(wanted, steps * MAX_GROWTH))
 
 
-def next_save(remaining_s: float, commits: int, elapsed: float) -> tuple[int, bool]:
+def next_save_interval(remaining_s: float, commits: int, elapsed: float) -> tuple[int, bool]:
     """The commits until the next look at the clock, and whether that commit is to be saved to disk.
 
     The last `commits` took `elapsed` seconds.  If the save is due much later, the rate is measured again before.

@@ -25,7 +25,7 @@ class Absent(NamedTuple):
     why: str
 
 
-def announce_rank_absence(name: str, topic: str, why: str) -> None:
+def announce_absence_in_rank_store(name: str, topic: str, why: str) -> None:
     """Tell the ranks that wait for this one's value, or for its decision, that it gives none."""
     rank, world_size = (int(os.environ.get(variable, "0")) for variable in ("RANK", "WORLD_SIZE"))
     if world_size < 2 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

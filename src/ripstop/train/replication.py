@@ -8,7 +8,7 @@ until this is known, if the restored one was.  A restore compares the shards tha
 import hashlib
 import threading
 
-from ripstop.commit_memory import Header
+from ripstop.commit_memory import CommitHeader
 from ripstop.train import content
 from ripstop.train.commit_buffer import CommitBuffer
 from ripstop.train.rank_store import RankStore
@@ -17,7 +17,7 @@ PORTION_BYTES = 256 << 20
 _DIFFERENT = -(1 << 32)  # is added to the number of ranks with the same digest
 
 
-class ReplicaComparison:
+class ReplicationComparison:
     """In one round, after one restore.  `is_replicated` is what is known from the restored commit."""
 
     def __init__(self, store: RankStore, topic: str, world_size: int, is_replicated: bool) -> None:
@@ -32,7 +32,7 @@ class ReplicaComparison:
         self._start = 0  # of the next portion
         self._is_hashed = self._is_published = False
 
-    def add(self, buffer: CommitBuffer, header: Header) -> None:
+    def add(self, buffer: CommitBuffer, header: CommitHeader) -> None:
         """Let the thread read a portion of this complete commit, if there is more to read."""
         if self._thread is not None:
             self._thread.join()
@@ -41,8 +41,8 @@ class ReplicaComparison:
             self._thread = threading.Thread(target=self._read, args=(buffer, header), name="ripstop-digest")
             self._thread.start()
 
-    def _read(self, buffer: CommitBuffer, header: Header) -> None:
-        stored = content.Stored(buffer, buffer.read_pickle(header))
+    def _read(self, buffer: CommitBuffer, header: CommitHeader) -> None:
+        stored = content.StoredContent(buffer, buffer.read_pickle(header))
         self._is_hashed = stored.hash_portion(self._hash, self._start, PORTION_BYTES)
         self._start += PORTION_BYTES
 

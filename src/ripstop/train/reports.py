@@ -43,18 +43,18 @@ def heartbeat(step: int | None = None) -> None:
     global _heartbeats, _next_send, _unsent_step
     if step is not None:
         standby_gate.refuse_in_standby("train.heartbeat(step)")
-    interruption.check()
+    interruption.raise_if_interrupted()
     _heartbeats += 1
-    if step is not None and (profiler := _own_profiler()):
-        _send_profile(profiler.on_heartbeat(int(step)))
+    if step is not None and (profiler := _profiler_for_reports()):
+        _send_profile_report(profiler.on_heartbeat(int(step)))
     now = time.monotonic()
     if now < _next_send and os.getpid() == _pid:
         _unsent_step = step
         return
     _unsent_step = None
     if os.getpid() == _pid:
-        _send_later()
-    if _send({"beat": _heartbeats, "step": None if step is None else int(step)}):
+        _send_unsent_reports()
+    if _send_report({"beat": _heartbeats, "step": None if step is None else int(step)}):
         _next_send = now + SEND_INTERVAL_S
 
 
@@ -63,23 +63,23 @@ def send_last_step() -> None:
     """Send what was not sent yet."""
     if os.getpid() != _pid:
         return
-    _send_later()
+    _send_unsent_reports()
     _send_commit_report()
     if _unsent_step is not None:
-        _send({"beat": _heartbeats, "step": int(_unsent_step)})
+        _send_report({"beat": _heartbeats, "step": int(_unsent_step)})
 
 
 def checkpoint_saved(step: int, path: str = "") -> None:
     """Report that the state up to this step is saved, at this path."""
     standby_gate.refuse_in_standby("train.checkpoint_saved()")
     _unsent["checkpoint"] = {"saved": int(step), "path": str(path)[:MAX_CHECKPOINT_PATH_CHARS]}
-    _send_later()
+    _send_unsent_reports()
 
 
 def state_restored(source: str, step: int, seconds: float) -> None:
     """Report that `State.restore` has loaded a commit from there, and how long it took."""
     _unsent["restore"] = {"restored": source, "step": step, "seconds": seconds}
-    _send_later()
+    _send_unsent_reports()
 
 
 def state_committed(name: str, size: int, stall: float) -> None:
@@ -95,14 +95,14 @@ def commit_called(step: int) -> None:
     """Report a call of `State.commit` at this step, and this process's totals.  Called as often as `heartbeat`."""
     global _next_commit_send, _unsent_commit_step
     _unsent_commit_step = step
-    if profiler := _own_profiler():
-        _send_profile(profiler.on_commit(step))
+    if profiler := _profiler_for_reports():
+        _send_profile_report(profiler.on_commit(step))
     now = time.monotonic()
     if (now >= _next_commit_send or os.getpid() != _pid) and _send_commit_report():
         _next_commit_send = now + SEND_INTERVAL_S
 
 
-def start_round() -> None:
+def reset_reports_for_round() -> None:
     """Totals are of one round: this process takes part in another one now."""
     global _heartbeats, _unsent_step, _commits, _stall, _unsent_commit_step, _next_send, _next_commit_send
     global _profiler_pid
@@ -113,20 +113,20 @@ def start_round() -> None:
     _profiler_pid = 0  # the number of ranks decides whether there is a profiler
 
 
-def _own_profiler() -> StepProfiler | None:
+def _profiler_for_reports() -> StepProfiler | None:
     global _profiler, _profiler_pid
     if _profiler_pid != os.getpid():
         _profiler, _profiler_pid = open_profiler() if os.environ.get(SOCKET_VARIABLE) else None, os.getpid()
     return _profiler
 
 
-def _send_profile(profile: StepProfile | None) -> None:
+def _send_profile_report(profile: StepProfile | None) -> None:
     if profile is not None and _profiler is not None:
-        _send({"profile": _profiler.count, **profile._asdict()})
+        _send_report({"profile": _profiler.count, **profile._asdict()})
 
 
-def _send_later() -> None:
-    for topic in [topic for topic, message in _unsent.items() if _send(message)]:
+def _send_unsent_reports() -> None:
+    for topic in [topic for topic, message in _unsent.items() if _send_report(message)]:
         del _unsent[topic]
 
 
@@ -135,13 +135,13 @@ def _send_commit_report() -> bool:
     if _unsent_commit_step is not None:
         totals = {"commits": _commits, "bytes": sum(_sizes.values()), "stall": _stall}
         age = time.monotonic() - _committed_at if _commits else 0.0
-        if not _send({"step": _unsent_commit_step, "age": age, **totals}):
+        if not _send_report({"step": _unsent_commit_step, "age": age, **totals}):
             return False
     _unsent_commit_step = None
     return True
 
 
-def _send(message: dict[str, object]) -> bool:
+def _send_report(message: dict[str, object]) -> bool:
     """False if it should be tried again soon."""
     global _socket, _pid
     if not (path := os.environ.get(SOCKET_VARIABLE)) or standby_gate.find_gate() is not None:

@@ -18,26 +18,26 @@ from ripstop.commit_memory import (
     HEAD_BYTES,
     IS_REPLICATED,
     IS_SHARDED,
-    Header,
+    CommitHeader,
     NotEnoughMemory,
     unpack_commit_header,
 )  # fmt: skip
 from ripstop.train import checkpoint_files, content, interruption, sharding
 from ripstop.train.agent_memory import AgentError, AgentMemory, Identity
-from ripstop.train.agreement import Commit, Compare, Digests, Holding, Offer, Restore, Start, Transfer, agree
+from ripstop.train.agreement import AgreementOffer, Commit, Compare, Digests, Holding, Restore, Start, Transfer, agree
 from ripstop.train.checkpoint_restore import (
     CheckpointOffer,
     CheckpointPlan,
     ReshardedCheckpoint,
     RestorableCheckpoint,
-    checkpoint_offer,
     checkpoint_plan,
+    checkpoint_restore_offer,
     find_restorable,
 )
 from ripstop.train.commit_buffer import CommitBuffer, Corrupted
 from ripstop.train.rank_store import Absent, RankStore
-from ripstop.train.sharding import ShardSource
-from ripstop.train.transfer import Giver, LocalSource, PeerSource, Receiver, TransferError
+from ripstop.train.sharding import ReshardingSource
+from ripstop.train.transfer import LocalSource, PeerSource, TransferError, TransferGiver, TransferReceiver
 
 log = logging.getLogger("ripstop.train")
 
@@ -52,24 +52,24 @@ class RestorableShard(NamedTuple):
     kept_for: int
     slot: int
     buffer: CommitBuffer
-    header: Header
+    header: CommitHeader
 
     @property
     def commit(self) -> Commit:
         return Commit(self.header.id.round, self.header.id.number, self.header.world_size)
 
     @property
-    def offer(self) -> Offer:
+    def offer(self) -> AgreementOffer:
         flags = self.header.flags
-        return Offer(self.commit, self.header.rank, bool(flags & IS_REPLICATED), bool(flags & IS_SHARDED))
+        return AgreementOffer(self.commit, self.header.rank, bool(flags & IS_REPLICATED), bool(flags & IS_SHARDED))
 
 
-class AllShards(NamedTuple):
+class AllRestorableShards(NamedTuple):
     """A commit whose sharding is not that of this round."""
 
     commit: Commit
-    stored: list[content.Stored]
-    sources: list[ShardSource]
+    stored: list[content.StoredContent]
+    sources: list[ReshardingSource]
 
     @property
     def names(self) -> list[str]:
@@ -83,7 +83,7 @@ class AllShards(NamedTuple):
             by_name = {".".join(path): target for path, target in targets.items()}
             sharding.copy_resharded(pieces, self.sources, by_name)
 
-        return sharding.load_sharded(live, self.stored[0].structure(name), places[0], fill)
+        return sharding.load_with_live_sharding(live, self.stored[0].structure(name), places[0], fill)
 
 
 class NotKept(Exception):
@@ -162,7 +162,7 @@ class Restoring:
             return None
         return RestorableShard(kept_for, slot, buffer, header)
 
-    def find(self, values: Mapping[str, Any]) -> RestorableShard | AllShards | ReshardedCheckpoint | None:
+    def find(self, values: Mapping[str, Any]) -> RestorableShard | AllRestorableShards | ReshardedCheckpoint | None:
         """What this rank is to load; None if there is nothing.  A shard is in this node's memory from now on.
 
         `values` are those of the State: their sharding decides whether a rank can load its own shard.
@@ -190,7 +190,7 @@ class Restoring:
         assert shard is not None
         self.is_replicated = bool(shard.header.flags & IS_REPLICATED) or not all(is_own)
         if decision.holders:  # some rank has sharded state: do all have the sharding of the commit?
-            stored = content.Stored(shard.buffer, shard.buffer.read_pickle(shard.header))
+            stored = content.StoredContent(shard.buffer, shard.buffer.read_pickle(shard.header))
             if not self._store.decide(f"{self._topic} sharding", stored.has_sharding_of(values), all):
                 return self._all_shards(decision)
         return shard
@@ -208,7 +208,7 @@ class Restoring:
 
     def _disk_offer(self) -> CheckpointOffer:
         newest_round = max((shard.header.id.round for shard in self._shards), default=0)
-        return checkpoint_offer(*self._checkpoints, self._name, newest_round)
+        return checkpoint_restore_offer(*self._checkpoints, self._name, newest_round)
 
     def _plan_without_memory(self, offers: list[Any]) -> CheckpointPlan:
         return checkpoint_plan(offers, self._name, None)
@@ -248,11 +248,11 @@ class Restoring:
             result = function()
         except checkpoint_files.Unusable as error:
             problem = str(error)
-        if problem := str(self._store.decide(f"{self._topic} {what}", problem, _first_problem)):
+        if problem := str(self._store.decide(f"{self._topic} {what}", problem, _first_restoring_problem)):
             raise checkpoint_files.Unusable(problem)
         return result
 
-    def _keep_from_disk(self, buffer: CommitBuffer, header: Header) -> RestorableShard:
+    def _keep_from_disk(self, buffer: CommitBuffer, header: CommitHeader) -> RestorableShard:
         if buffer.is_on_disk:  # for lack of memory
             return RestorableShard(self._rank, NO_SLOT, buffer, header)
         slot = 0  # its commit is older
@@ -305,7 +305,7 @@ class Restoring:
     def _digests(self, commit: Commit, shard: int) -> dict[str, str]:
         held = self._held(commit, shard)
         assert held is not None
-        return content.Stored(held.buffer, held.buffer.read_pickle(held.header)).digests()
+        return content.StoredContent(held.buffer, held.buffer.read_pickle(held.header)).digests()
 
     def _held(self, commit: Commit, rank: int) -> RestorableShard | None:
         found = [shard for shard in self._shards if (shard.commit, shard.header.rank) == (commit, rank)]
@@ -318,7 +318,7 @@ class Restoring:
         given = {each.shard: held.buffer for each in decision.transfers
                  if each.giver == self._rank and (held := self._held(decision.commit, each.shard))}  # fmt: skip
         problem = ""
-        with Giver(self._key, given, self._world_size) if given else nullcontext() as giver:
+        with TransferGiver(self._key, given, self._world_size) if given else nullcontext() as giver:
             if giver is not None:
                 self._store.publish(f"{self._topic} giver {self._rank}", [giver.host, giver.port])
             for each in decision.transfers:
@@ -326,7 +326,7 @@ class Restoring:
                     self.source = "peer"
                     host, port = self._store.get(f"{self._topic} giver {each.giver}")
                     try:
-                        with Receiver(host, port, self._key) as receiver:
+                        with TransferReceiver(host, port, self._key) as receiver:
                             self._receive(decision.commit, each.shard, receiver)
                     except TransferError as error:
                         raise RuntimeError(
@@ -334,12 +334,12 @@ class Restoring:
                         ) from error
                     except (NotEnoughMemory, AgentError) as error:
                         problem = f"rank {self._rank} cannot keep a shard: {error}"
-            problem = str(self._store.decide(f"{self._topic} received", problem, _first_problem))
+            problem = str(self._store.decide(f"{self._topic} received", problem, _first_restoring_problem))
         if not problem:
             self._adopt_received(decision.commit)
         return problem
 
-    def _all_shards(self, decision: Restore) -> AllShards:
+    def _all_shards(self, decision: Restore) -> AllRestorableShards:
         """Connect to the holders of shards that this node does not have, and let others connect."""
         self._is_shared = True
         givers = {
@@ -353,10 +353,10 @@ class Restoring:
         given = {shard: found.buffer for (_, shard), giver in givers.items()
                  if giver == self._rank and (found := held[shard])}  # fmt: skip
         if given:
-            giver = self._connections.enter_context(Giver(self._key, given, self._world_size))
+            giver = self._connections.enter_context(TransferGiver(self._key, given, self._world_size))
             self._store.publish(f"{topic} giver {self._rank}", [giver.host, giver.port])
-        receivers: dict[int, Receiver] = {}
-        sources: list[ShardSource] = []
+        receivers: dict[int, TransferReceiver] = {}
+        sources: list[ReshardingSource] = []
         pickles = []
         for shard, found in held.items():
             if found is not None:
@@ -366,15 +366,15 @@ class Restoring:
             peer = givers[self._rank, shard]
             if peer not in receivers:
                 host, port = self._store.get(f"{topic} giver {peer}")
-                receivers[peer] = self._connections.enter_context(Receiver(host, port, self._key))
+                receivers[peer] = self._connections.enter_context(TransferReceiver(host, port, self._key))
             receiver = receivers[peer]
             header = self._header(decision.commit, shard, receiver)
             sources.append(PeerSource(receiver, shard))
             pickles.append(receiver.read_bytes(shard, header.pickle_offset, header.pickle_size))
             self.source = "peer"
-        return AllShards(decision.commit, [content.Stored(None, data) for data in pickles], sources)
+        return AllRestorableShards(decision.commit, [content.StoredContent(None, data) for data in pickles], sources)
 
-    def _header(self, commit: Commit, shard: int, receiver: Receiver) -> Header:
+    def _header(self, commit: Commit, shard: int, receiver: TransferReceiver) -> CommitHeader:
         header = unpack_commit_header(receiver.read_bytes(shard, 0, HEAD_BYTES), self._run)
         if header is None or (header.id.round, header.id.number, header.world_size, header.rank) != (
             *dataclasses.astuple(commit), shard,
@@ -382,7 +382,7 @@ class Restoring:
             raise TransferError("it is not the commit that the ranks have agreed on")
         return header
 
-    def _receive(self, commit: Commit, shard: int, receiver: Receiver) -> None:
+    def _receive(self, commit: Commit, shard: int, receiver: TransferReceiver) -> None:
         header = self._header(commit, shard, receiver)
         buffer = CommitBuffer.create(header.end + header.pickle_size)
         receiver.read(shard, CONTENT_OFFSET, buffer.memory(CONTENT_OFFSET, header.pickle_offset))
@@ -422,7 +422,7 @@ class _Agreement:
         try:
             if self._steps is None:
                 self._disk_offers = [on_disk for _, _, on_disk in received]
-                self._steps = agree([Holding(node, list(map(Offer.unpack, own))) for node, own, _ in received])
+                self._steps = agree([Holding(node, list(map(AgreementOffer.unpack, own))) for node, own, _ in received])
                 asked = next(self._steps)
             else:
                 asked = self._steps.send(received)
@@ -442,5 +442,5 @@ def _absent_from_restore(received: list[Any]) -> Any:
     return next(({"absent": own.why, "has_commits": True} for own in received if isinstance(own, Absent)), None)
 
 
-def _first_problem(problems: list[str]) -> str:
+def _first_restoring_problem(problems: list[str]) -> str:
     return next(filter(None, problems), "")

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StoragePr
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ripstop.commit_memory import IS_REPLICATED, IS_SHARDED, CommitId, Header
+from ripstop.commit_memory import IS_REPLICATED, IS_SHARDED, CommitHeader, CommitId
 from ripstop.train import checkpoint_files, content
 from ripstop.train.commit_buffer import CommitBuffer, Corrupted
 from ripstop.train.sharding import ShardedTensorParts
@@ -52,15 +52,15 @@ class NotSaved(Exception):
 
 class Shard(NamedTuple):
     buffer: CommitBuffer
-    header: Header
-    stored: content.Stored
+    header: CommitHeader
+    stored: content.StoredContent
 
 
 def save(settings: dict[str, Any], fds: list[int]) -> dict[str, Any]:
     """Write the commit; `fds` are the buffers of `settings["ranks"]`.  What was done, for the agent's log."""
     began = time.monotonic()
     run, id = crc32(settings["run_id"].encode()), CommitId(settings["round"], settings["number"])
-    shards = {rank: _shard(fd, run, id, rank) for rank, fd in zip(settings["ranks"], fds, strict=True)}
+    shards = {rank: _open_saver_shard(fd, run, id, rank) for rank, fd in zip(settings["ranks"], fds, strict=True)}
     is_replicated = all(shard.header.flags & IS_REPLICATED for shard in shards.values())
     if is_replicated and 0 not in shards:
         return {"skipped": "the node of rank 0 saves the state, which is equal on all ranks"}
@@ -80,7 +80,7 @@ def save(settings: dict[str, Any], fds: list[int]) -> dict[str, Any]:
             part = _save_part(unfinished, shards)
             if changed := [rank for rank, shard in shards.items() if shard.buffer.header(run) != shard.header]:
                 raise NotSaved(f"the buffer of rank {changed[0]} has changed meanwhile")
-            checkpoint_files.sync_files(*(unfinished / name for name in part.files))
+            checkpoint_files.sync_checkpoint_files(*(unfinished / name for name in part.files))
             checkpoint_files.write_checkpoint_part(unfinished, min(shards), pickle.dumps(part))
         except BaseException as error:
             checkpoint_files.remove_checkpoint(unfinished)  # without this node's part, the others are of no use
@@ -90,7 +90,7 @@ def save(settings: dict[str, Any], fds: list[int]) -> dict[str, Any]:
                     "if this happens again and again, raise --checkpoint-interval"
                 ) from error
             raise
-        if (parts := _saved_parts_of_all(unfinished, settings["world_size"]) if is_shared else [part]) is None:
+        if (parts := _parts_of_all_savers(unfinished, settings["world_size"]) if is_shared else [part]) is None:
             return {"skipped": "another node completes the checkpoint, or says why it cannot"}
         try:
             size = _complete_save(unfinished, id, settings["world_size"], parts)
@@ -99,7 +99,7 @@ def save(settings: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         except BaseException:
             checkpoint_files.remove_checkpoint(unfinished)
             raise
-        checkpoint_files.sync_files(folder)
+        checkpoint_files.sync_checkpoint_files(folder)
         with suppress(OSError):  # the next save tries again
             checkpoint_files.prune(folder, settings["keep"], id.round, id.number)
     except (OSError, RuntimeError, CheckpointException) as error:
@@ -116,7 +116,7 @@ def _make_room_to_save(folder: Path, keep: int, id: CommitId, needed: int, *, is
         raise NotSaved(f"{folder} has {free} bytes free, and the checkpoint needs {needed}")
 
 
-def _shard(fd: int, run: int, id: CommitId, rank: int) -> Shard:
+def _open_saver_shard(fd: int, run: int, id: CommitId, rank: int) -> Shard:
     try:
         os.fsync(fd)  # of a file: what cannot be written to disk must not be read as if it were
     except OSError as error:
@@ -126,7 +126,7 @@ def _shard(fd: int, run: int, id: CommitId, rank: int) -> Shard:
     if header is None or (header.id, header.rank) != (id, rank):
         raise NotSaved(f"the buffer of rank {rank} has another commit by now")
     try:
-        return Shard(buffer, header, content.Stored(buffer, buffer.read_pickle(header)))
+        return Shard(buffer, header, content.StoredContent(buffer, buffer.read_pickle(header)))
     except Corrupted as error:
         raise NotSaved(str(error)) from error
 
@@ -145,7 +145,7 @@ class Part(NamedTuple):
 
 def _save_part(path: Path, shards: dict[int, Shard]) -> Part:
     """Write the files of this node."""
-    state, names, opaque, sharded = _content_to_save(shards)
+    state, names, opaque, sharded = _content_that_saver_writes(shards)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP's about a single process
         planner = DefaultSavePlanner()
@@ -165,7 +165,7 @@ def _save_part(path: Path, shards: dict[int, Shard]) -> Part:
     return Part(ranks, digests, metadata, results, checkpoint_files.file_table(path, files), opaque, chunks)
 
 
-def _saved_parts_of_all(path: Path, world_size: int) -> list[Part] | None:
+def _parts_of_all_savers(path: Path, world_size: int) -> list[Part] | None:
     """The parts of all ranks; None if some are missing, or if another node completes the checkpoint."""
     try:
         parts: list[Part] = [pickle.loads(data) for data in checkpoint_files.read_checkpoint_parts(path)]
@@ -189,9 +189,9 @@ def _complete_save(path: Path, id: CommitId, world_size: int, parts: list[Part])
         "differing": [name for name in digests[0] if any(each.get(name) != digests[0][name] for each in digests)],
         "files": files,
     }  # fmt: skip
-    checkpoint_files.describe(path, description)
+    checkpoint_files.write_checkpoint_description(path, description)
     checkpoint_files.remove_checkpoint_parts(path)
-    checkpoint_files.sync_files(path / METADATA, path / checkpoint_files.DESCRIPTION, path)
+    checkpoint_files.sync_checkpoint_files(path / METADATA, path / checkpoint_files.DESCRIPTION, path)
     return sum(size for size, _ in files.values())
 
 
@@ -203,13 +203,13 @@ def _metadata_to_save(parts: list[Part]) -> Metadata:
         for name, digests in part.chunks.items():
             known_digests = chunks.setdefault(name, {})
             if any(known_digests.get(offsets, digest) != digest for offsets, digest in digests.items()):
-                raise _two_contents(name)
+                raise _not_saved_with_two_contents(name)
             known_digests |= digests
         for name, described in part.metadata.state_dict_metadata.items():
             there = state.setdefault(name, described)
             if there is not described and isinstance(described, TensorStorageMetadata):
                 if there.size != described.size:
-                    raise _two_contents(name)
+                    raise _not_saved_with_two_contents(name)
                 known = {chunk.offsets for chunk in there.chunks}
                 there.chunks.extend(chunk for chunk in described.chunks if chunk.offsets not in known)
     for name, described in state.items():
@@ -221,14 +221,14 @@ def _metadata_to_save(parts: list[Part]) -> Metadata:
     return Metadata(state, planner_data=mappings)
 
 
-def _two_contents(name: str) -> NotSaved:
+def _not_saved_with_two_contents(name: str) -> NotSaved:
     return NotSaved(
         f"{name} is a sharded tensor with different contents on several device meshes, as on pipeline stages; "
         "in the State, use different names for it"
     )
 
 
-def _content_to_save(
+def _content_that_saver_writes(
     shards: dict[int, Shard],
 ) -> tuple[dict[str, Any], dict[int, list[str]], list[str], dict[str, ShardedTensorParts]]:
     """What to write, the names of each rank's tensors in it, what is opaque, and the sharded tensors in it."""
@@ -238,7 +238,7 @@ def _content_to_save(
     sharded: dict[str, ShardedTensorParts] = {}
     first, shared = min(shards), set[int]()  # the tensors of the first rank that others can have too
     for rank, shard in shards.items():
-        plain, tensors, names[rank], its_opaque = _as_plain_dcp(rank, shard.stored)
+        plain, tensors, names[rank], its_opaque = _plain_dcp_for_saver(rank, shard.stored)
         if rank == first:
             shared = {number for number, tensor in enumerate(tensors) if not isinstance(tensor, ShardedTensorParts)}
         if not rank:
@@ -247,7 +247,7 @@ def _content_to_save(
             name = names[rank][number]
             if isinstance(tensor, ShardedTensorParts) and name in sharded:
                 if not sharded[name].add_parts(tensor):
-                    raise _two_contents(name)
+                    raise _not_saved_with_two_contents(name)
             elif isinstance(tensor, ShardedTensorParts):
                 sharded[name] = tensor
                 state |= {name: tensor} if rank else {}
@@ -259,7 +259,9 @@ def _content_to_save(
     return state, names, opaque, sharded
 
 
-def _as_plain_dcp(rank: int, stored: content.Stored) -> tuple[dict[str, Any], list[torch.Tensor], list[str], list[str]]:
+def _plain_dcp_for_saver(
+    rank: int, stored: content.StoredContent
+) -> tuple[dict[str, Any], list[torch.Tensor], list[str], list[str]]:
     """The state of a rank, its tensors, the name of each of them in a checkpoint of rank 0, and what is opaque."""
     tensors = [stored.separate_tensor(number) for number in range(stored.tensor_count)]
     for number, part in stored.parts.items():
@@ -301,7 +303,7 @@ def _why_not_saved(error: BaseException, folder: Path, needed: int) -> str:
     return f"{text}; {free}, and the checkpoint needs {needed}"
 
 
-def run(settings: str, reply_fd: int, fds: list[int]) -> NoReturn:
+def run_saver(settings: str, reply_fd: int, fds: list[int]) -> NoReturn:
     """The process: save, and answer the agent with one line of JSON."""
     os.nice(NICENESS)
     if (call := _IOPRIO_SET.get(os.uname().machine)) is not None:

@@ -1,13 +1,13 @@
 """Which commits are saved to disk, and which buffers the saver reads meanwhile.
 
 All ranks save the same commit.  Rank 0 announces it while it makes an earlier one, since the other ranks cannot ask
-without waiting (`intervals.next_save`).
+without waiting (`intervals.next_save_interval`).
 """
 
 import logging
 import time
 
-from ripstop.commit_memory import Header
+from ripstop.commit_memory import CommitHeader
 from ripstop.train import intervals
 from ripstop.train.agent_memory import AgentError, AgentMemory
 from ripstop.train.rank_store import RankStore
@@ -31,7 +31,7 @@ class Saves:
         self._next: tuple[int, bool] | None = (1, False)  # a commit, and whether it is saved; None: ask rank 0
         self._last_look = (0, time.monotonic())  # commit and time
         self._due_at = time.monotonic() + interval
-        self._unsent: tuple[int, Header, int | None] | None = None
+        self._unsent: tuple[int, CommitHeader, int | None] | None = None
         self._may_be_in_use = bool(interval)
 
     def is_due(self) -> bool:
@@ -52,12 +52,12 @@ class Saves:
         if self._rank:
             self._next = None
             return is_due
-        steps, is_saved = intervals.next_save(self._due_at - now, self._commits - commit, now - then)
+        steps, is_saved = intervals.next_save_interval(self._due_at - now, self._commits - commit, now - then)
         self._next = self._commits + steps, is_saved
         self._store.publish(f"{self._topic} after {self._commits}", self._next)
         return is_due
 
-    def add(self, slot: int, header: Header, fd: int | None = None) -> None:
+    def add(self, slot: int, header: CommitHeader, fd: int | None = None) -> None:
         """Save this commit after `send`: from the agent's buffer, or from the file of this descriptor."""
         self._unsent = slot, header, fd
 

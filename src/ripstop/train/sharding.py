@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 Pieces = Mapping[str, Sequence[tuple[Part | None, Piece]]]  # by name, then by shard
 
 
-class ShardSource(Protocol):
+class ReshardingSource(Protocol):
     """The buffer of one shard."""
 
     def read(self, offset: int, size: int) -> torch.Tensor:
@@ -57,8 +57,8 @@ def is_dtensor(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor on this rank."""
+def local_part_of_dtensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor on this rank: the local part of a DTensor, or the tensor itself."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
@@ -76,51 +76,55 @@ def part_of(tensor: Any) -> Part:
 # structures: nested dicts, lists and tuples with tensors or leaves ----------------------------------------------------
 
 
-def leaves(structure: Any, kind: type, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def sharded_leaves(structure: Any, kind: type, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     if isinstance(structure, kind):
         yield path, structure
     elif isinstance(structure, Mapping):
         for key, value in structure.items():
-            yield from leaves(value, kind, (*path, str(key)))
+            yield from sharded_leaves(value, kind, (*path, str(key)))
     elif isinstance(structure, (list, tuple)):
         for number, value in enumerate(structure):
-            yield from leaves(value, kind, (*path, str(number)))
+            yield from sharded_leaves(value, kind, (*path, str(number)))
 
 
-def _leaves_replaced(structure: Any, tensors: Tensors, path: Path = ()) -> Any:
+def _sharded_leaves_replaced(structure: Any, tensors: Tensors, path: Path = ()) -> Any:
     """The structure, with tensors instead of leaves; dicts and lists are changed in place."""
     if isinstance(structure, Leaf):
         return tensors[path]
     if isinstance(structure, dict):
         for key, value in structure.items():
-            structure[key] = _leaves_replaced(value, tensors, (*path, str(key)))
+            structure[key] = _sharded_leaves_replaced(value, tensors, (*path, str(key)))
     elif isinstance(structure, list):
         for number, value in enumerate(structure):
-            structure[number] = _leaves_replaced(value, tensors, (*path, str(number)))
+            structure[number] = _sharded_leaves_replaced(value, tensors, (*path, str(number)))
     elif type(structure) is tuple:
-        return tuple(_leaves_replaced(value, tensors, (*path, str(number))) for number, value in enumerate(structure))
+        return tuple(
+            _sharded_leaves_replaced(value, tensors, (*path, str(number))) for number, value in enumerate(structure)
+        )
     return structure
 
 
 # restore --------------------------------------------------------------------------------------------------------------
 
 
-def load_sharded(
+def load_with_live_sharding(
     live: Any, structure: Any, pieces: Mapping[Path, tuple[Part | None, Piece]], fill: Callable[[Tensors], None]
 ) -> Any:
     """Give a live value a stored structure.  `pieces` say the shapes and types of its tensors; `fill` fills tensors."""
     is_stateful = callable(getattr(live, "load_state_dict", None))
-    targets = _targets(live, live.state_dict() if is_stateful else live, _wholes(pieces))
+    targets = _targets_with_live_sharding(
+        live, live.state_dict() if is_stateful else live, _whole_sharded_tensors(pieces)
+    )
     with torch.no_grad():
         fill(targets)
-    found = _leaves_replaced(structure, targets)
+    found = _sharded_leaves_replaced(structure, targets)
     if not is_stateful:
         return found
     live.load_state_dict(found)
     return live
 
 
-def _wholes(pieces: Mapping[Path, tuple[Part | None, Piece]]) -> Tensors:
+def _whole_sharded_tensors(pieces: Mapping[Path, tuple[Part | None, Piece]]) -> Tensors:
     """Tensors without memory that have the shapes and types of the whole ones."""
     return {
         path: torch.empty(part.shape if part else piece.shape, dtype=piece.dtype, device="meta")
@@ -128,9 +132,9 @@ def _wholes(pieces: Mapping[Path, tuple[Part | None, Piece]]) -> Tensors:
     }
 
 
-def _targets(live: Any, own: Any, wholes: Tensors) -> Tensors:
+def _targets_with_live_sharding(live: Any, own: Any, wholes: Tensors) -> Tensors:
     """A tensor for each path: a module's own; else one with the sharding of the live value, or of its parameter."""
-    there = dict(leaves(own, torch.Tensor))
+    there = dict(sharded_leaves(own, torch.Tensor))
     parameters: list[torch.Tensor] = []
     if isinstance(live, torch.optim.Optimizer):
         parameters = [parameter for group in live.param_groups for parameter in group["params"]]
@@ -148,11 +152,11 @@ def _targets(live: Any, own: Any, wholes: Tensors) -> Tensors:
     return targets
 
 
-def copy_same_sharding(leaf: Leaf, stored: torch.Tensor, target: torch.Tensor) -> None:
+def copy_equally_sharded(leaf: Leaf, stored: torch.Tensor, target: torch.Tensor) -> None:
     """From a buffer with the same sharding."""
     if leaf.part != (part_of(target) if is_dtensor(target) else None):
         raise ValueError(f"its sharding is not that of the commit: {leaf.part}")
-    local(target).copy_(stored)
+    local_part_of_dtensor(target).copy_(stored)
 
 
 # disk -----------------------------------------------------------------------------------------------------------------
@@ -214,7 +218,7 @@ class ShardedTensorParts(torch.Tensor):
         return self.by_offsets[tuple(index.offset)]
 
 
-def copy_resharded(pieces: Pieces, sources: Sequence[ShardSource], targets: dict[str, torch.Tensor]) -> None:
+def copy_resharded(pieces: Pieces, sources: Sequence[ReshardingSource], targets: dict[str, torch.Tensor]) -> None:
     """Fill tensors of any sharding from the pieces of all shards, by name."""
     from torch.distributed.checkpoint.state_dict_loader import load
 

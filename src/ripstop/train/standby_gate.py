@@ -13,13 +13,13 @@ def find_gate() -> Any:
     return gate if gate is not None and gate.pid == os.getpid() else None
 
 
-def wait() -> None:
+def wait_at_standby_gate() -> None:
     """In a standby: wait for a round, and become a worker of it."""
     if (gate := find_gate()) is not None:
         gate.wait()
 
 
-def forbid_process_groups() -> None:
+def forbid_process_groups_before_gate() -> None:
     """In a standby: let no process group be made.
 
     Again after the script has imported torch: it could not be done before if the zygote had not imported torch.

@@ -25,19 +25,25 @@ import torch
 from ripstop.commit_memory import (
     IS_REPLICATED,
     IS_SHARDED,
+    CommitHeader,
     CommitId,
-    Header,
     NotEnoughMemory,
-    commit_round,
+    commit_id_round,
     usable_commit_memory,
 )  # fmt: skip
 from ripstop.train import checkpoint_files, content, gpu_copy, interruption, intervals, reports, standby_gate
-from ripstop.train.agent_memory import AgentError, AgentMemory, Identity, connect
-from ripstop.train.buffer_slots import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, may_free_others, newest_last, next_slot
+from ripstop.train.agent_memory import AgentError, AgentMemory, Identity, connect_agent_memory
+from ripstop.train.buffer_slots import (
+    BLOCKING_BUFFERS,
+    OVERLAPPED_BUFFERS,
+    may_free_slots_of_others,
+    next_slot,
+    slots_newest_last,
+)
 from ripstop.train.commit_buffer import CommitBuffer
 from ripstop.train.final_commit import FinalCommit
-from ripstop.train.rank_store import RankStore, announce_rank_absence
-from ripstop.train.replication import ReplicaComparison
+from ripstop.train.rank_store import RankStore, announce_absence_in_rank_store
+from ripstop.train.replication import ReplicationComparison
 from ripstop.train.restoring import NO_SLOT, NotKept, RestorableShard, Restoring, first_restore_topic
 from ripstop.train.saves import Saves
 
@@ -85,8 +91,8 @@ class State:
         self._world_size = 1
         self._buffers: dict[int, CommitBuffer] = {}  # by slot
         self._slots: list[int] = []  # the next one to overwrite first
-        self._newest: tuple[CommitBuffer, Header] | None = None
-        self._comparison: ReplicaComparison | None = None
+        self._newest: tuple[CommitBuffer, CommitHeader] | None = None
+        self._comparison: ReplicationComparison | None = None
         self._saves: Saves | None = None
         self._is_on_disk = False  # there is no memory for commits
         self._commits = 0  # since the restore
@@ -129,7 +135,7 @@ class State:
         Every rank calls it, before the first `commit`.
         """
         standby_gate.refuse_in_standby("State.restore()")
-        interruption.check()
+        interruption.raise_if_interrupted()
         began = time.perf_counter()
         self._finish_copy()
         mapped = self._buffers  # until the end of this call: those that are used again need not be mapped again
@@ -166,7 +172,7 @@ class State:
         self._buffers, self._has_others = restoring.own, restoring.has_others
         self._slots = sorted(self._buffers)
         if self._saves is None or (found is not None and found.commit.number < self._number):  # ids must not repeat
-            self._round = commit_round(self._worker.round, max(restoring.disk.newest_round, self._round))
+            self._round = commit_id_round(self._worker.round, max(restoring.disk.newest_round, self._round))
         topic = f"saves {self._restores}"
         self._saves = Saves(self._name, topic, self._rank, self._memory, self._store, restoring.disk.interval)
         worker, restores = self._worker, self._restores
@@ -174,15 +180,15 @@ class State:
             self._name, worker.round, self._store, self._memory, self._rank, self._world_size, restores
         )
         topic = f"compare {self._restores}"
-        self._comparison = ReplicaComparison(self._store, topic, self._world_size, restoring.is_replicated)
+        self._comparison = ReplicationComparison(self._store, topic, self._world_size, restoring.is_replicated)
         if found is None:
             return False
         if isinstance(found, RestorableShard):
             if found.kept_for == self._rank and found.slot in self._buffers:
-                self._slots = newest_last(self._slots, found.slot)
+                self._slots = slots_newest_last(self._slots, found.slot)
             self._load_shard(found)
         else:
-            self._slots = newest_last(self._slots, restoring.own_slot(found.commit))
+            self._slots = slots_newest_last(self._slots, restoring.own_slot(found.commit))
             self._load(found.names, found.load)
         restoring.loaded()
         self._number = found.commit.number
@@ -209,24 +215,25 @@ class State:
         """Whether this is a worker of a ripstop job with memory for state."""
         if self._memory is not None:
             return True
+        topic = first_restore_topic(self._restores)
         try:
-            self._memory = connect()
+            self._memory = connect_agent_memory()
             if self._memory is None:
                 log.info("state %r is not kept: this is no worker of `ripstop run`", self._name)
-                announce_rank_absence(self._name, first_restore_topic(self._restores), "its agent has no socket")
+                announce_absence_in_rank_store(self._name, topic, "its agent has no socket")
                 return False
             self._worker = self._memory.identity()
         except AgentError as error:
             log.warning("state %r is not kept: no memory from the agent: %s", self._name, error)
             self._memory = None
-            announce_rank_absence(self._name, first_restore_topic(self._restores), f"no memory from its agent: {error}")
+            announce_absence_in_rank_store(self._name, topic, f"no memory from its agent: {error}")
             return False
         self._rank, self._world_size = self._worker.rank, self._worker.world_size
         self._store = RankStore(self._name, self._rank, self._world_size, bytes.fromhex(self._worker.key))
         return True
 
     def _load_shard(self, shard: RestorableShard) -> None:
-        stored = content.Stored(shard.buffer, shard.buffer.read_pickle(shard.header))
+        stored = content.StoredContent(shard.buffer, shard.buffer.read_pickle(shard.header))
         if stored.has_gpu_tensors and torch.cuda.is_available() and not shard.buffer.is_on_disk:
             gpu_copy.register_with_gpu(shard.buffer)
         self._load(stored.names, stored.load)
@@ -259,7 +266,7 @@ class State:
         `every` skips calls: a number of steps, or a time such as "30s".  From a GPU the copy continues after the
         return, at most until the next optimizer step, unless `blocking`.  Returns whether this call committed.
         """
-        interruption.check()
+        interruption.raise_if_interrupted()
         if not self._restores or (interruption.is_elastic and self._entry != interruption.entries):
             raise RuntimeError(
                 "commit() comes after restore(): call state.restore() in every round, before the training loop"
@@ -324,7 +331,7 @@ class State:
             and self._has_optimizer()
             and gpu_copy.can_overlap(taken)
         ):
-            stable = content.stable_numbers(self._values, taken)
+            stable = content.stable_content_numbers(self._values, taken)
             self._copy = gpu_copy.OverlappedCopy(into, taken, header, stable)
         else:
             _copy_state_now(into, header, taken)
@@ -335,7 +342,7 @@ class State:
             self._saves.send()
         self._number += 1
         self._commits += 1
-        if self._has_others and may_free_others(self._commits):
+        if self._has_others and may_free_slots_of_others(self._commits):
             self._has_others = False
             self._drop_others()
         return True
@@ -357,7 +364,7 @@ class State:
             return False
         taken = self._snapshot()
         try:
-            if self._file is None or not taken.fits(self._file):
+            if self._file is None or not taken.content_fits(self._file):
                 folder = checkpoint_files.checkpoint_folder(self._worker.checkpoint_dir, self._name)
                 self._file = CommitBuffer.create_on_disk(folder, taken.room)
             self._newest = self._file, self._header(taken, self._number)
@@ -384,12 +391,12 @@ class State:
             self._copy.finish()
             self._copy = None
 
-    def _header(self, taken: content.Snapshot, number: int) -> Header:
+    def _header(self, taken: content.Snapshot, number: int) -> CommitHeader:
         id = CommitId(self._round, number)
         place = taken.pickle_offset, len(taken.pickle), crc32(taken.pickle)
         assert self._comparison is not None
         flags = IS_SHARDED if taken.is_sharded else IS_REPLICATED if self._comparison.is_replicated() else 0
-        return Header(self._run, id, self._rank, self._world_size, *place, flags)
+        return CommitHeader(self._run, id, self._rank, self._world_size, *place, flags)
 
     def _next_buffer(self, taken: content.Snapshot, wanted: int) -> CommitBuffer | None:
         """The buffer to overwrite, of sufficient size; None if there is no memory for it."""
@@ -397,14 +404,14 @@ class State:
         slot = next_slot(self._slots, wanted, held)
         if held and slot not in self._slots and len(self._slots) >= wanted and usable_commit_memory() < taken.room:
             slot = next_slot(self._slots, wanted)  # a new commit is worth more than the copy of an old one
-        if slot not in self._buffers or not taken.fits(self._buffers[slot]):
+        if slot not in self._buffers or not taken.content_fits(self._buffers[slot]):
             assert self._memory is not None
             try:
                 buffer = CommitBuffer.create(taken.room)
                 self._memory.keep(self._name, slot, buffer.fd)
             except (NotEnoughMemory, AgentError) as error:
                 oldest = self._buffers.get(next_slot(self._slots, wanted))
-                if held and oldest is not None and taken.fits(oldest) and isinstance(error, NotEnoughMemory):
+                if held and oldest is not None and taken.content_fits(oldest) and isinstance(error, NotEnoughMemory):
                     return self._reused_buffer(next_slot(self._slots, wanted))  # other ranks were faster
                 self._continue_without_memory(f"{error}; it needs {wanted} buffers of {taken.room / 1e9:.3g} GB")
                 return None
@@ -414,7 +421,7 @@ class State:
     def _reused_buffer(self, slot: int) -> CommitBuffer:
         assert self._comparison is not None
         self._comparison.release(self._buffers[slot])
-        self._slots = newest_last(self._slots, slot)
+        self._slots = slots_newest_last(self._slots, slot)
         return self._buffers[slot]
 
     def _continue_without_memory(self, why: str) -> None:
@@ -441,7 +448,7 @@ class State:
         return saved | {slot for slot, header in headers.items() if header is not None and header.id.in_job() in held}
 
     def _is_commit_due(self, every: int | str) -> bool:
-        steps, seconds = intervals.parse(every)
+        steps, seconds = intervals.parse_commit_interval(every)
         if steps:
             return self._calls % steps == 0
         if self._store is None:
@@ -462,7 +469,7 @@ class State:
         return True
 
 
-def _copy_state_now(buffer: CommitBuffer, header: Header, taken: content.Snapshot) -> None:
+def _copy_state_now(buffer: CommitBuffer, header: CommitHeader, taken: content.Snapshot) -> None:
     buffer.clear()
     for tensor, entry in zip(taken.tensors, taken.layout, strict=True):
         buffer.tensor(entry.offset, entry.dtype, entry.shape).copy_(tensor, non_blocking=True)

@@ -83,7 +83,7 @@ class StepProfiler:
         if len(starts) <= MIN_STEPS or step % self._steps_between():
             return None
         began = self._timer()
-        found = measure([at for _, at in starts], self._read())
+        found = measure_step_profile([at for _, at in starts], self._read())
         now = self._timer()
         self._cost = max(now - began, self._cost / 2)
         starts.clear()  # the profile is part of no step
@@ -99,7 +99,7 @@ class StepProfiler:
         return 1 << max(2, round(wanted) - 1).bit_length()
 
 
-def measure(starts: Sequence[int], entries: Entries) -> StepProfile | None:
+def measure_step_profile(starts: Sequence[int], entries: Entries) -> StepProfile | None:
     """The profile of the steps that began at these times (ns); None if too few of them have collectives."""
     steps: list[list[tuple[float, float | None]]] = [[] for _ in starts[1:]]
     index = 0
@@ -135,7 +135,7 @@ def _profiled_times(entry: dict[str, Any]) -> tuple[int, float | None]:
     return int(entry["time_created_ns"]), None if duration is None else duration / 1000
 
 
-def read_profiled_collectives() -> Entries:
+def read_collectives_for_step_profile() -> Entries:
     """The latest collectives of this process, of all backends."""
     core = sys.modules.get("torch._C._distributed_c10d")
     entries: list[dict[str, Any]] = []
@@ -150,4 +150,4 @@ def read_profiled_collectives() -> Entries:
 def open_profiler() -> StepProfiler | None:
     """None if this worker has no peers, or stragglers are not looked for."""
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    return None if alone or os.environ.get(OFF_VARIABLE) == "off" else StepProfiler(read_profiled_collectives)
+    return None if alone or os.environ.get(OFF_VARIABLE) == "off" else StepProfiler(read_collectives_for_step_profile)

@@ -44,7 +44,7 @@ class TransferError(Exception):
     """A shard cannot be received."""
 
 
-class Giver:
+class TransferGiver:
     """Serves the buffers of one commit, by shard, to the other ranks until it is closed."""
 
     def __init__(self, key: bytes, buffers: dict[int, CommitBuffer], world_size: int) -> None:
@@ -90,8 +90,8 @@ class Giver:
     def _handshake(self, connection: socket.socket) -> bytes:
         """Both nonces; b"" if the peer does not have the key."""
         nonce = secrets.token_bytes(NONCE_BYTES)
-        _send_at_once(connection)
-        _set_transfer_timeout(connection, HANDSHAKE_TIMEOUT_S)
+        _disable_shard_transfer_delay(connection)
+        _set_shard_transfer_timeout(connection, HANDSHAKE_TIMEOUT_S)
         connection.sendall(nonce)
         proof = connection.recv(NONCE_BYTES + MAC_BYTES, socket.MSG_WAITALL)  # the kernel's timeout is for all of it
         session = nonce + proof[:NONCE_BYTES]
@@ -99,7 +99,7 @@ class Giver:
         return session if hmac.compare_digest(proof[NONCE_BYTES:], expected) else b""
 
     def _answer(self, connection: socket.socket, session: bytes) -> None:
-        _set_transfer_timeout(connection, SOCKET_TIMEOUT_S)
+        _set_shard_transfer_timeout(connection, SOCKET_TIMEOUT_S)
         for number in itertools.count():
             request = connection.recv(_REQUEST.size, socket.MSG_WAITALL)
             if len(request) < _REQUEST.size:
@@ -108,11 +108,13 @@ class Giver:
             buffer = self._buffers.get(shard)
             if buffer is None or not 0 <= offset <= offset + size <= buffer.size:
                 return
-            digest = _send(connection, buffer, offset, size, is_unpickled=is_unpickled)
+            digest = _send_transferred_part(connection, buffer, offset, size, is_unpickled=is_unpickled)
             connection.sendall(_transfer_mac(self._key, b"giver", session, _NUMBER.pack(number), request, digest))
 
 
-def _send(connection: socket.socket, buffer: CommitBuffer, offset: int, size: int, *, is_unpickled: bool) -> bytes:
+def _send_transferred_part(
+    connection: socket.socket, buffer: CommitBuffer, offset: int, size: int, *, is_unpickled: bool
+) -> bytes:
     """The digest of what was sent."""
     if is_unpickled:
         content = buffer.memory(offset, offset + size)
@@ -133,7 +135,7 @@ def _transfer_mac(key: bytes, prover: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, b"".join([prover, *parts]), "sha256")
 
 
-class Receiver:
+class TransferReceiver:
     """One connection to a giver."""
 
     def __init__(self, host: str, port: int, key: bytes) -> None:
@@ -145,8 +147,8 @@ class Receiver:
         except OSError as error:
             raise TransferError(f"{self._peer}: {error}") from error
         try:
-            _send_at_once(self._socket)
-            _set_transfer_timeout(self._socket, SOCKET_TIMEOUT_S)
+            _disable_shard_transfer_delay(self._socket)
+            _set_shard_transfer_timeout(self._socket, SOCKET_TIMEOUT_S)
             nonce, own = self._receive(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
             self._session = nonce + own
             self._socket.sendall(own + _transfer_mac(key, b"receiver", self._session))
@@ -219,7 +221,7 @@ class LocalSource:
 class PeerSource:
     """A shard on another node."""
 
-    def __init__(self, receiver: Receiver, shard: int) -> None:
+    def __init__(self, receiver: TransferReceiver, shard: int) -> None:
         self._receiver = receiver
         self._shard = shard
 
@@ -229,12 +231,12 @@ class PeerSource:
         return torch.frombuffer(data, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
 
 
-def _send_at_once(opened: socket.socket) -> None:
+def _disable_shard_transfer_delay(opened: socket.socket) -> None:
     """Otherwise the kernel holds a MAC back until the bytes before it are acknowledged: 40 ms for each request."""
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _set_transfer_timeout(opened: socket.socket, seconds: float) -> None:
+def _set_shard_transfer_timeout(opened: socket.socket, seconds: float) -> None:
     """In the kernel: Python's own timeout would make the socket non-blocking, and sendfile needs it blocking."""
     opened.settimeout(None)
     timeout = struct.pack("@ll", int(seconds), 0)
@@ -258,13 +260,13 @@ def _giver_addresses() -> tuple[str, str]:
                     raise
                 continue
             own = probe.getsockname()[0]
-            if _is_loopback(own) and store != "localhost" and not _is_loopback(store):
+            if _is_loopback_for_transfer(own) and store != "localhost" and not _is_loopback_for_transfer(store):
                 return ("::" if family == socket.AF_INET6 else "0.0.0.0"), store
             return own, own
     raise OSError(f"{store} has no address")
 
 
-def _is_loopback(host: str) -> bool:
+def _is_loopback_for_transfer(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name

@@ -51,10 +51,12 @@ class MemoryCheckpoint(TrainerCallback):  # type: ignore[misc]
         if self._directory is not None:  # the Trainer has read the random states too
             self._directory.cleanup()
             self._directory = None
-        self._checkpointer.save(lambda: _checkpoint(args.process_index, state, **parts), self._every)
+        self._checkpointer.save(lambda: _transformers_checkpoint(args.process_index, state, **parts), self._every)
 
 
-def _checkpoint(rank: int, trainer: Any, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any) -> dict[str, Any]:
+def _transformers_checkpoint(
+    rank: int, trainer: Any, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any
+) -> dict[str, Any]:
     random_states = {"python": random.getstate(), "numpy": numpy.random.get_state(), "cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         random_states["cuda"] = torch.cuda.get_rng_state()

@@ -17,7 +17,7 @@ import torch
 
 from ripstop.train import state as state_module
 from ripstop.train.commit_buffer import CommitBuffer, Corrupted
-from ripstop.train.content import Stored
+from ripstop.train.content import StoredContent
 from ripstop.train.state import State
 
 TENSORS = 8
@@ -58,7 +58,7 @@ def is_whole(buffer: CommitBuffer) -> bool:
     if header is None:
         return True
     try:
-        entries = Stored(buffer, buffer.read_pickle(header))._entries
+        entries = StoredContent(buffer, buffer.read_pickle(header))._entries
     except Corrupted:
         return False
     tensors = [buffer.tensor(e.offset, e.dtype, e.shape) for e in entries if e.shape == (ELEMENTS,)]

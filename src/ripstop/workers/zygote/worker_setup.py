@@ -33,9 +33,9 @@ NOT_FOUND, NOT_EXECUTABLE, BROKEN = 127, 126, 70  # exit codes: the shell's two,
 SAVER_PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from ripstop.train.saver import run
+from ripstop.train.saver import run_saver
 sys.path[0] = sys.argv[2]
-run(sys.argv[3], int(sys.argv[4]), [int(fd) for fd in sys.argv[5:]])
+run_saver(sys.argv[3], int(sys.argv[4]), [int(fd) for fd in sys.argv[5:]])
 """
 
 
@@ -204,12 +204,12 @@ class WorkerSetup:
             self._exec([sys.executable, "-u", "-c", SAVER_PROGRAM, *paths, settings, *map(str, self.fds)])
         title.rename_process(title.SAVER)
         sys.path.insert(0, self.zygote.import_root)
-        from ripstop.train.saver import run
+        from ripstop.train.saver import run_saver
 
         del sys.path[0]
         if (first := self.zygote.preload.first_path()) is not None:
             sys.path.insert(0, first)  # values may be of classes that the script imports
-        run(settings, self.fds[0], self.fds[1:])
+        run_saver(settings, self.fds[0], self.fds[1:])
 
 
 def set_up_worker_stream(fd: int) -> None:
