@@ -14,6 +14,13 @@ def test_a_round_succeeds_when_its_last_worker_exits_0() -> None:
     assert exits.exited == {0, 1}
 
 
+def test_a_round_that_is_being_stopped_does_not_succeed() -> None:
+    exits = WorkerExits(2)
+    exits.on_stop(SIGTERM)
+    kinds = [exits.on_exit(rank, 0, None, wrote_error_file=False) for rank in range(2)]
+    assert kinds == [ExitKind.SUCCEEDED, ExitKind.SUCCEEDED]
+
+
 @pytest.mark.parametrize("wrote_error_file", [False, True])
 @pytest.mark.parametrize(("exitcode", "signum"), [(1, None), (None, SIGKILL), (None, SIGTERM)])
 def test_any_other_exit_is_a_failure_while_the_workers_run(

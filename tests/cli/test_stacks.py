@@ -22,7 +22,7 @@ def progress(entered: int, pending: int) -> dict[str, Any]:
 
 
 def test_stacks_are_shown_with_the_collectives_that_workers_are_in() -> None:
-    stacks = [stack(1, standings=[progress(3, 0)]), stack(0, standings=[progress(4, 4)])]
+    stacks = [stack(1, collectives=[progress(3, 0)]), stack(0, collectives=[progress(4, 4)])]
     assert render_stacks({"stacks": stacks, "unanswered": []}) == [
         "rank 0 on a pid=70 state=S source=py-spy",
         "  thread Main",

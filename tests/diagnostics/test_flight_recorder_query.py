@@ -93,15 +93,15 @@ async def until(sockets: list[str], fits: Callable[[list[FlightDump]], bool]) ->
     return found
 
 
-def standing(found: list[FlightDump]) -> dict[int, Any]:
-    return {rank: one.standings for rank, one in enumerate(found) if one.standings is not None}
+def progress(found: list[FlightDump]) -> dict[int, Any]:
+    return {rank: one.collectives for rank, one in enumerate(found) if one.collectives is not None}
 
 
 def test_the_dumps_show_which_rank_waits_and_which_is_behind(stage) -> None:
     async def script(sockets: list[str]) -> None:
         found = await until(sockets, lambda found: "#2" in found[0].text)
-        assert suspects_in_collectives(standing(found)) == {1}
-        assert describe_hung_collectives(standing(found)) == (
+        assert suspects_in_collectives(progress(found)) == {1}
+        assert describe_hung_collectives(progress(found)) == (
             "rank 0 is in all_reduce #2, not entered by rank 1 (last: all_reduce #1)"
         )
         assert found[0].text.splitlines() == [
@@ -111,7 +111,7 @@ def test_the_dumps_show_which_rank_waits_and_which_is_behind(stage) -> None:
         for _ in range(20):  # a client that disconnects must not break the worker
             with socket.socket(socket.AF_UNIX) as hasty:
                 hasty.connect(sockets[0])
-        await until(sockets, lambda again: again[0].standings == found[0].standings)
+        await until(sockets, lambda again: again[0].collectives == found[0].collectives)
 
     with_workers(stage, script, "sleep")
 
@@ -120,7 +120,7 @@ def test_a_rank_that_holds_pythons_lock_is_left_out_after_the_timeout(stage, mon
     async def script(sockets: list[str]) -> None:
         (first,) = await until(sockets[:1], lambda found: "#2" in found[0].text)
         monkeypatch.setattr(flight_recorder_query, "REPLY_TIMEOUT_S", 0.3)
-        found = await until(sockets, lambda found: found[0].standings is not None and found[1].standings is None)
+        found = await until(sockets, lambda found: found[0].collectives is not None and found[1].collectives is None)
         assert found[1] == FlightDump(why="the worker did not reply within 0.3 s")
         assert found[0] == first
 
@@ -182,7 +182,7 @@ def test_a_worker_that_has_ended_cannot_be_queried(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s"))
     (found,) = asyncio.run(query([str(tmp_path / "s")]))
-    assert found.standings is None and "refused" in found.why
+    assert found.collectives is None and "refused" in found.why
 
 
 def test_the_recorders_own_thread_is_recognised_in_stacks() -> None:

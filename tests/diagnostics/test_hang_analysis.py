@@ -36,6 +36,8 @@ def busy(call: str = "load_batch", where: str = "data.py:17", state: str = "S", 
         ([waiting(), waiting()], set()),
         ([busy(sign=""), busy("step", "train.py:3")], {1}),
         ([busy(), busy("step", "train.py:3")], set()),
+        ([busy(sign=""), busy()], {1}),  # all are at one place, and only rank 1 makes no progress
+        ([busy(), busy()], set()),
         ([busy()], set()),
         ([], set()),
     ],
@@ -177,9 +179,11 @@ def test_groups_with_a_suspect_come_first_and_the_rest_are_counted() -> None:
 # with stacks ----------------------------------------------------------------------------------------------------------
 
 
-def hang(standings: list[CollectiveProgress] | None, waits: bool, call: str = "synchronize", state: str = "S") -> Hang:
+def hang(
+    collectives: list[CollectiveProgress] | None, waits: bool, call: str = "synchronize", state: str = "S"
+) -> Hang:
     return Hang(
-        9.0, "no heartbeat", call, "train.py:3", waits, state, "", None if standings is None else tuple(standings)
+        9.0, "no heartbeat", call, "train.py:3", waits, state, "", None if collectives is None else tuple(collectives)
     )
 
 

@@ -1,5 +1,5 @@
 from ripstop.model.events import MAX_TEXT, EventRecord, NodeUnhealthy, WorkersStarted
-from ripstop.model.failure import MAX_STANDINGS, CollectiveProgress, Failure, Hang
+from ripstop.model.failure import MAX_COLLECTIVES, CollectiveProgress, Failure, Hang
 from ripstop.model.round import Node, Outcome
 from ripstop.protocol.limits import (
     MAX_EVENT_ITEMS,
@@ -14,8 +14,8 @@ from ripstop.protocol.limits import (
 from ripstop.protocol.messages import Closing, Failed, Heartbeat, Join, Leaving, Ready
 
 LONG = "x" * 100_000
-STANDING = CollectiveProgress(LONG, LONG, op=LONG, size=LONG)
-HANG = Hang(1.0, LONG, LONG, LONG, True, "SS", LONG, (STANDING,) * 100)
+PROGRESS = CollectiveProgress(LONG, LONG, op=LONG, size=LONG)
+HANG = Hang(1.0, LONG, LONG, LONG, True, "SS", LONG, (PROGRESS,) * 100)
 FAILURE = Failure(0, 0, 1, LONG, 1.0, None, None, LONG, LONG, LONG, LONG, (LONG,) * 1000, LONG, LONG, HANG)
 
 
@@ -29,11 +29,11 @@ def test_a_failure_and_its_hang_are_truncated() -> None:
     assert (len(failure.error_file), len(failure.logs)) == (1000, 1000)
     assert [len(line) for line in failure.log_tail] == [MAX_PHRASE] * 64
     hang = failure.hang
-    assert hang is not None and hang.standings is not None
+    assert hang is not None and hang.collectives is not None
     assert [len(text) for text in (hang.sign, hang.call, hang.where)] == [MAX_PHRASE] * 3
-    assert (len(hang.state), len(hang.file), len(hang.standings)) == (1, 1000, MAX_STANDINGS)
-    standing = hang.standings[0]
-    assert [len(text) for text in (standing.group, standing.label, standing.op, standing.size)] == [MAX_NAME] * 4
+    assert (len(hang.state), len(hang.file), len(hang.collectives)) == (1, 1000, MAX_COLLECTIVES)
+    progress = hang.collectives[0]
+    assert [len(text) for text in (progress.group, progress.label, progress.op, progress.size)] == [MAX_NAME] * 4
 
 
 def test_the_end_of_a_log_is_kept() -> None:

@@ -167,9 +167,9 @@ async def _answer_stacks_query(handler: QueryHandler, details: Mapping[str, Any]
 
 def _flight_recorder_reply(flight: "FlightDump") -> dict[str, Any]:
     """The content of a worker's flight recorder, or why it is empty."""
-    if not flight.standings:
+    if not flight.collectives:
         return {"recorder": f"none: {flight.why or 'nothing is recorded; NCCL is recorded only where a worker hangs'}"}
-    return {"standings": [_query_reply_fields(standing) for standing in flight.standings]}
+    return {"collectives": [_query_reply_fields(progress) for progress in flight.collectives]}
 
 
 async def _answer_workers_query(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Decides what a worker's exit, or its expired timer, means for its round.  Pure.
 
-Rules: (1) exit code 0 is success, and the round succeeds when all its workers have exited 0; (2) any other exit is a
-failure while the agent does not stop the workers; (3) while it stops them, that exit is a failure only if the worker
-wrote an error file and was not killed by a signal that the agent sent; (4) an expired timer counts only for a process
-of a live worker and while the agent does not stop the workers.
+Rules: (1) exit code 0 is success, and the round succeeds when all its workers have exited 0 before the agent stops
+them; (2) any other exit is a failure while the agent does not stop the workers; (3) while it stops them, that exit is a
+failure only if the worker wrote an error file and was not killed by a signal that the agent sent; (4) an expired timer
+counts only for a process of a live worker and while the agent does not stop the workers.
 """
 
 from enum import Enum, auto
@@ -15,7 +15,7 @@ class ExitKind(Enum):
     """What one worker's exit means."""
 
     SUCCEEDED = auto()
-    ALL_SUCCEEDED = auto()  # and it was the last worker of the round
+    ALL_SUCCEEDED = auto()  # and it was the last worker of a round that is not being stopped
     STOPPED = auto()
     FAILED = auto()
 
@@ -49,7 +49,7 @@ class WorkerExits:
         self.exited.add(local_rank)
         if exitcode == 0:
             self._not_succeeded -= 1
-            return ExitKind.SUCCEEDED if self._not_succeeded else ExitKind.ALL_SUCCEEDED
+            return ExitKind.SUCCEEDED if self._not_succeeded or self.is_stopping else ExitKind.ALL_SUCCEEDED
         if self.is_stopping and (signum in self._stop_signals or not wrote_error_file):
             return ExitKind.STOPPED
         return ExitKind.FAILED

@@ -121,7 +121,7 @@ class LogText(Struct, frozen=True):
 class WorkerStack(Struct, frozen=True):
     """One worker's stack.
 
-    `standings` are its process groups, from torch's flight recorder; `recorder` is the reason if there are none.
+    `collectives` are its process groups, from torch's flight recorder; `recorder` is the reason if there are none.
     """
 
     node: str
@@ -131,7 +131,7 @@ class WorkerStack(Struct, frozen=True):
     wchan: str = ""
     state: str = ""
     source: str = ""
-    standings: tuple[CollectiveProgress, ...] = ()
+    collectives: tuple[CollectiveProgress, ...] = ()
     recorder: str = ""
 
 

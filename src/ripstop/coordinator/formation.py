@@ -1,10 +1,10 @@
 """When the next round forms, and when the live round must change its size or its nodes.  Pure.
 
 Rules: (1) the first round of a job forms when the target number of nodes is ready, or when the minimum has been ready
-for the last call; (2) a later round forms as soon as every survivor is ready or lost, but waits `SETTLE_TIMEOUT_S` for
-other nodes at most, and never forms before the delay of a restart is over; (3) too few ready nodes wait for more until
-the join timeout fails the job; (4) no round forms while a node is disconnected; (5) a live round changes only when
-its next store has a port.  A job is past its first round as soon as any node reports a round number.
+for the last call; (2) a later round forms as soon as every survivor is ready or lost, or when the minimum has been
+ready for `SETTLE_TIMEOUT_S`, and never before the delay of a restart is over; (3) too few ready nodes wait for more
+until the join timeout fails the job; (4) no round forms while a node is disconnected; (5) a live round changes only
+when its next store has a port.  A job is past its first round as soon as any node reports a round number.
 """
 
 from collections.abc import Collection

@@ -45,7 +45,7 @@ def evidence_to_event(failure: Failure) -> WorkerEvidence:
         where=hang.where if hang else "",
         waits=hang.waits if hang else False,
         state=hang.state if hang else "",
-        collectives=describe_hang_position(hang.standings) if hang and hang.standings is not None else "",
+        collectives=describe_hang_position(hang.collectives) if hang and hang.collectives is not None else "",
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Struct
 
 from ripstop.diagnostics.hang_analysis import describe_operation
-from ripstop.model.failure import MAX_STANDINGS, CollectiveProgress
+from ripstop.model.failure import MAX_COLLECTIVES, CollectiveProgress
 from ripstop.model.text_formatting import format_clean_text
 
 MAX_SHOWN_ENTRIES = 20
@@ -161,7 +161,7 @@ def flight_recorder_progress(recording: Recording) -> tuple[CollectiveProgress, 
     used = {progress.group for _, progress in found}
     found += [(-1, CollectiveProgress(group, label)) for group, label in recording.groups.items() if group not in used]
     found.sort(key=lambda one: (one[1].label != "", not one[1].pending, -one[0]))
-    return tuple(progress for _, progress in found[:MAX_STANDINGS])
+    return tuple(progress for _, progress in found[:MAX_COLLECTIVES])
 
 
 def _pending_in_flight_recorder(operations: Sequence[Collective]) -> int:

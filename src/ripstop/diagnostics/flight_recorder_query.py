@@ -30,7 +30,7 @@ MAX_DUMP_BYTES = 16 << 20  # 2000 operations, torch's default, are less than one
 class FlightDump(Struct, frozen=True):
     """The dump of one worker's recorder, or `why` there is none; `raw` is torch's own JSON."""
 
-    standings: tuple[CollectiveProgress, ...] | None = None
+    collectives: tuple[CollectiveProgress, ...] | None = None
     text: str = ""
     raw: bytes = b""
     why: str = ""

@@ -46,14 +46,14 @@ def suspect_ranks(hangs: Mapping[int, Hang]) -> frozenset[int]:
     """The ranks that the others wait for (rules 1 to 5); empty if nothing distinguishes them."""
     if 0 < len(stopped := [rank for rank, hang in hangs.items() if _hangs_because_stopped(hang)]) < len(hangs):
         return frozenset(stopped)
-    if suspects := suspects_in_collectives(_hang_standings(hangs)):
+    if suspects := suspects_in_collectives(_collectives_of_hangs(hangs)):
         return frozenset(rank for rank in suspects if not hangs[rank].waits) or suspects
     known = {rank: hang for rank, hang in hangs.items() if hang.where}
     not_waiting = {rank for rank, hang in known.items() if not hang.waits}
     if 0 < len(not_waiting) < len(known):
         return frozenset(not_waiting)
     majority = max(_hang_locations(known).values(), key=len, default=[])
-    if 2 * len(majority) > len(known):
+    if len(known) / 2 < len(majority) < len(known):
         return frozenset(known.keys() - set(majority))
     hung = {rank for rank in not_waiting if known[rank].sign}
     return frozenset(hung) if len(hung) < len(known) else frozenset()
@@ -68,7 +68,7 @@ def describe_hangs(hangs: Mapping[int, Hang]) -> str:
     texts = [_describe_location(*group) for group in shown]
     if middle:
         texts.append(f"{sum(len(ranks) for _, ranks in middle)} more elsewhere")
-    if recorded := describe_hung_collectives(_hang_standings(hangs)):
+    if recorded := describe_hung_collectives(_collectives_of_hangs(hangs)):
         texts.append(f"flight recorder: {recorded}")
     return "; ".join(texts)
 
@@ -77,8 +77,8 @@ def _hangs_because_stopped(hang: Hang) -> bool:
     return hang.state in ("T", "t")
 
 
-def _hang_standings(hangs: Mapping[int, Hang]) -> Ranks:
-    return {rank: hang.standings for rank, hang in hangs.items() if hang.standings is not None}
+def _collectives_of_hangs(hangs: Mapping[int, Hang]) -> Ranks:
+    return {rank: hang.collectives for rank, hang in hangs.items() if hang.collectives is not None}
 
 
 def _hang_locations(hangs: Mapping[int, Hang]) -> dict[tuple[str, str, bool, bool], list[int]]:

@@ -338,7 +338,7 @@ class HangMonitor:
                 waits=location.waits,
                 state=stack.state,
                 file=format_clean_text(str(self._file(place.first_rank + rank))),
-                standings=flight.standings if flight else None,
+                collectives=flight.collectives if flight else None,
             ),
         )
 

@@ -11,7 +11,7 @@ from ripstop.model.field_types import Int64, Items
 from ripstop.model.round import Outcome
 from ripstop.model.text_formatting import signal_name
 
-MAX_STANDINGS = 8  # process groups of one rank that are sent and kept
+MAX_COLLECTIVES = 8  # process groups of one rank that are sent and kept
 
 
 class CollectiveProgress(Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,7 +34,7 @@ class Hang(Struct, frozen=True, forbid_unknown_fields=True):
     """Where a worker was when its round made no progress (`diagnostics/hang_analysis.py` compares workers).
 
     `sign` is the symptom of the hang; empty for a worker that was inspected because others hang.  `state` is the
-    kernel's process state letter.  `file` has all that was found.  `standings` is None if the worker did not reply.
+    kernel's process state letter.  `file` has all that was found.  `collectives` is None if the worker did not reply.
     """
 
     seconds: float
@@ -44,7 +44,7 @@ class Hang(Struct, frozen=True, forbid_unknown_fields=True):
     waits: bool
     state: str
     file: str = ""
-    standings: Items[CollectiveProgress] | None = None
+    collectives: Items[CollectiveProgress] | None = None
 
 
 class Failure(Struct, frozen=True, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ from msgspec.structs import asdict, replace
 
 from ripstop.model.config import MAX_SLOTS
 from ripstop.model.events import EventRecord, max_event_base_chars
-from ripstop.model.failure import MAX_STANDINGS
+from ripstop.model.failure import MAX_COLLECTIVES
 from ripstop.model.round import Node, Place
 from ripstop.model.text_formatting import truncate, without_surrogates
 from ripstop.protocol.messages import (
@@ -43,7 +43,7 @@ _MAX_CHARS = {  # of a text, by its field; a traceback's is twice what agents se
     "traceback": 16_384,
     "state": 1,
 }
-_KEPT_ITEMS = {"problems": slice(8), "standings": slice(MAX_STANDINGS), "log_tail": slice(-64, None)}
+_KEPT_ITEMS = {"problems": slice(8), "collectives": slice(MAX_COLLECTIVES), "log_tail": slice(-64, None)}
 
 S = TypeVar("S", bound=Struct)
 

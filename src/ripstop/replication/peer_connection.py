@@ -3,7 +3,8 @@
 1.  The receiver sends a nonce; the sender proves the job's secret over it, its own nonce, its node and the round; the
     receiver proves the secret in turn.  A peer without the secret gets no reply, and does not learn the run id.
 2.  Messages are JSON objects of at most `MAX_MESSAGE_BYTES`, each after its length.  Nothing is unpickled.
-3.  The whole handshake has one deadline.  Later, a peer must send or take something every `IDLE_TIMEOUT_S`.
+3.  TCP connect, TLS handshake and proofs take at most `HANDSHAKE_TIMEOUT_S` each.  Later, a peer must send or take
+    something every `IDLE_TIMEOUT_S`.
 4.  With TLS, both ends verify certificates as agents and coordinators do.  A job's own authority signs nodes only, so
     names are not compared with it; with the system's authorities they are.
 """

@@ -32,7 +32,7 @@ class Checkpointer:
         self._is_loaded = False
 
     def load(self) -> Any:
-        """The newest object that all ranks have in memory; None if there is none: load a file then."""
+        """The newest object that all ranks have, in memory or on disk; None if there is none: load a file then."""
         self._is_loaded = True
         self._state.restore()
         value, self._checkpoint.value = self._checkpoint.value, None

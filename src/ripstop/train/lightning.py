@@ -32,7 +32,7 @@ class MemoryCheckpoint(Callback):  # type: ignore[misc]
         self._step = 0
 
     def ckpt_path(self) -> str | None:
-        """A file with the newest checkpoint that all ranks have in memory, for `fit`.  Call it once, on every rank."""
+        """A file with the newest checkpoint that all ranks have, for `fit`.  Call it once, on every rank."""
         checkpoint = self._checkpointer.load()
         if checkpoint is None:
             return None

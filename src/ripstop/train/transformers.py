@@ -30,7 +30,7 @@ class MemoryCheckpoint(TrainerCallback):  # type: ignore[misc]
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def checkpoint(self) -> str | None:
-        """A directory with the newest checkpoint that all ranks have in memory, for `train`.
+        """A directory with the newest checkpoint that all ranks have, for `train`.
 
         Call it once, on every rank.  The files have the names of the Trainer's own.
         """

@@ -16,14 +16,14 @@ export function renderStack(stack) {
     el("p", { class: "hint" }, facts.join(" · ")),
     el("pre", { class: "stack", tabindex: 0 }, stack.stack || "No Python stack was found."),
     el("h3", {}, "Collectives"),
-    stack.standings?.length
-      ? collectives(stack.standings)
+    stack.collectives?.length
+      ? collectivesTable(stack.collectives)
       : el("p", { class: "hint" }, stack.recorder || "Not recorded: start the job with --hang-timeout to record them."),
   ];
 }
 
-function collectives(standings) {
-  const rows = standings.map(({ group, label, entered, pending, op, size, p2p }) =>
+function collectivesTable(collectives) {
+  const rows = collectives.map(({ group, label, entered, pending, op, size, p2p }) =>
     el(
       "tr",
       {},

@@ -34,8 +34,8 @@ def render_stacks(reply: dict[str, Any]) -> list[str]:
         facts = [f"{name}={stack[name]}" for name in ("pid", "state", "wchan", "source") if stack.get(name)]
         lines.append(" ".join([f"rank {rank} on {stack['node']}", *facts]))
         lines += [f"  {line}" for line in str(stack.get("stack", "")).splitlines()]
-        if "standings" in stack:
-            recorded[rank] = [CollectiveProgress(**progress) for progress in stack["standings"]]
+        if "collectives" in stack:
+            recorded[rank] = [CollectiveProgress(**progress) for progress in stack["collectives"]]
             lines.append(f"  flight recorder: {describe_hang_position(recorded[rank])}")
         elif "recorder" in stack:
             unrecorded.setdefault(str(stack["recorder"]), []).append(rank)

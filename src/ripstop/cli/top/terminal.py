@@ -235,7 +235,7 @@ class Terminal:
         stack = self._reader.job.get("/stacks", rank=rank)["stacks"][0]
         lines = [*stack["stack"].splitlines(), ""]
         lines += [f"kernel: {stack['wchan'] or '-'}  state: {stack['state'] or '-'}  by {stack['source'] or '-'}", ""]
-        for group in stack.get("standings", ()):
+        for group in stack.get("collectives", ()):
             pending = f", waits in {group['pending']}" if group["pending"] else ""
             name = group["label"] or group["group"]
             lines.append(f"{name}: {group['op']} {group['size']} entered {group['entered']}{pending}")

@@ -32,7 +32,7 @@ log = logging.getLogger("ripstop.compat")
 
 @dataclass
 class LaunchConfig:
-    """How to launch; the names, their order and their defaults are torch's, but for the last two."""
+    """How to launch; the names, their order and their defaults are torch's, but for the last three."""
 
     min_nodes: int
     max_nodes: int
