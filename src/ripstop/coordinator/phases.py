@@ -5,8 +5,8 @@ from ripstop.model.status import Phase
 TRANSITIONS = {  # between phases, and their causes; docs/rendezvous.md has a diagram of them
     Phase.GATHERING: {
         Phase.RUNNING: "enough nodes are ready",
-        Phase.RECOVERING: "a node reports a round to a new coordinator",
-        Phase.GATHERING: "a node reports a newer round",
+        Phase.RECOVERING: "a node reports a round, and the coordinator knew none",
+        Phase.GATHERING: "a node reports a newer round, and the coordinator knew an older one",
         Phase.CLOSING: "too few nodes are ready within join_timeout, an operator stops the job, or a node reports the "
         "job's end",
     },

@@ -50,7 +50,8 @@ FIELDS = (
         "restartWindow",
         str,
         "",
-        "The job may restart maxRestarts times in any period of this length (`1h`).  Default: the whole run.",
+        "The job may restart maxRestarts times in any period of this length, for example `1h`.  If it is empty, the "
+        "period is the whole run.",
         fixed=True,
     ),
     Field("standby", str, "off", "Standby workers in each pod: a number, `auto` or `off`.", fixed=True),

@@ -179,9 +179,9 @@ class Recovered(EventBase, frozen=True):
 
     The four phases are in seconds; a phase that was skipped is 0.  `detect`: from the fault (the death of a worker, or
     the last progress of a worker that hangs) until the agent noticed it.  `decide`: until the agent received the
-    coordinator's decision.  `stop`: until all old workers had exited; an in-place recovery skips this phase.  `start`:
-    until all workers of the new round ran.  If the node waited between `stop` and `start`, this wait is added to
-    `decide`.
+    coordinator's decision.  `stop`: until all old workers and their child processes had ended; an in-place recovery
+    skips this phase.  `start`: until all workers of the new round ran.  If the node waited between `stop` and `start`,
+    this wait is added to `decide`.
     """
 
     round: Int64
@@ -256,10 +256,11 @@ class WorkerEvidence(EventBase, frozen=True):
     whether the kernel killed the worker because memory ran out.  `files` are the log directory, the error file and the
     file of stacks, if they exist.
 
-    If the round hangs, `hangs` is true, and `traceback` is the stack of the worker.  `sign` is the symptom; it is empty
-    if only other workers hang.  `seconds` is the time without progress.  `call` is the function that the worker is in,
-    and `where` its file and line; `waits` says whether it waits there for other ranks.  `state` is the kernel's letter
-    for the state of the process.  `collectives` is the worker's position according to torch's flight recorder.
+    If the round hangs, `hangs` is true, and `traceback` is the stack of the worker.  `sign` is the symptom of this
+    worker; it is empty if this worker does not hang itself.  `seconds` is the time without progress.  `call` is the
+    function that the worker is in, and `where` its file and line; `waits` says whether it waits there for other ranks.
+    `state` is the kernel's letter for the state of the process.  `collectives` is the worker's position according to
+    torch's flight recorder.
     """
 
     round: Int64

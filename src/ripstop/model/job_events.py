@@ -106,7 +106,7 @@ class RankRequestDenied(EventBase, frozen=True):
 
 
 class RoundFound(EventBase, frozen=True):
-    """A new coordinator found a running round of this many nodes, and waits until they rejoin."""
+    """A new coordinator found a running round of this many nodes, and waits a limited time for them to rejoin."""
 
     round: Int64
     nodes: Int64

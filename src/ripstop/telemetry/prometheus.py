@@ -45,7 +45,12 @@ JOB_METRICS = (  # of a JobStatus
     Metric("ripstop_nodes_max", "gauge", "Maximum number of nodes", field="max_nodes"),
     Metric("ripstop_nodes_target", "gauge", "Target number of nodes", field="target"),
     Metric("ripstop_restart_budget", "gauge", "Restarts that --max-restarts allows", field="max_restarts"),
-    Metric("ripstop_restart_budget_used", "gauge", "Restarts charged to --max-restarts now", field="charged"),
+    Metric(
+        "ripstop_restart_budget_used",
+        "gauge",
+        "Used restarts of --max-restarts, without those that were refunded or are older than --restart-window",
+        field="charged",
+    ),
 )
 STRAGGLER_METRICS = (
     Metric("ripstop_stragglers", "gauge", "Ranks that the others wait for"),
