@@ -43,7 +43,7 @@ EVENTS: list[tuple[str, Event]] = [
     ("a", StepsDone(1, 0, 1, 11, 5.0)),
     ("", RoundFormed(2, ("a", "b"), 2, "h:2", 1, "b failed")),
     ("a", Recovered(2, 0.0, 0.0, 0.2, 0.03)),
-    ("b", Recovered(2, 0.004, 0.002, 0.01, 0.03)),
+    ("b", Recovered(2, 0.004, 0.002, 0.01, 0.03, wait=0.02)),
     ("a", StateRestored(2, 0, "memory", 10, 0.5)),
     ("b", StateRestored(2, 1, "peer", 10, 1.5)),
     ("a", FirstStep(2, 0, 11, 0.7)),
@@ -87,6 +87,7 @@ def test_a_phase_without_duration_is_not_observed() -> None:
         "detect": (1, 0.004),
         "decide": (1, 0.002),
         "stop": (2, 0.21),
+        "wait": (1, 0.02),
         "start": (2, 0.06),
         "first_step": (1, 0.7),  # not of the first round: nothing was healed there
     }

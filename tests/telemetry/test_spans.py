@@ -177,16 +177,16 @@ def test_an_unexpected_first_step_belongs_to_the_recovery() -> None:
     assert (step.name, step.parent, step.context.trace) == ("first_step", node.context.span, node.context.trace)
 
 
-def test_waiting_for_a_round_after_the_workers_stopped_is_a_second_decide_phase() -> None:
+def test_waiting_for_a_round_after_the_workers_stopped_is_a_phase() -> None:
     job = Job()
     job.runs(0.0, 1, "a")
     job.fails(10.0, 1, "a")
     job.record(10.2, WorkersStopped(1, 0.1), node="a")
     job.record(15.2, formed(2, "a"))
-    recovered = Recovered(2, detect=0.0, decide=5.1, stop=0.1, start=0.1)
+    recovered = Recovered(2, detect=0.0, decide=0.1, stop=0.1, wait=5.0, start=0.1)
     spans = job.record(15.3, started(2, pause=5.3), recovered, node="a")
     assert names_and_times(spans)[:4] == [
-        ("decide", 10.0, 10.1), ("stop", 10.1, 10.2), ("decide", 10.2, 15.2), ("start", 15.2, 15.3),
+        ("decide", 10.0, 10.1), ("stop", 10.1, 10.2), ("wait", 10.2, 15.2), ("start", 15.2, 15.3),
     ]  # fmt: skip
 
 

@@ -20,8 +20,9 @@ class RecoveryClock(Struct):
         return Recovered(
             round,
             detect=self.detected_at - self.failed_at,
-            decide=decided_at - self.detected_at + max(0.0, requested_at - stopped_at),
+            decide=decided_at - self.detected_at,
             stop=stopped_at - decided_at,
             start=now - max(requested_at, stopped_at),
             kept=kept,
+            wait=max(0.0, requested_at - stopped_at),
         )

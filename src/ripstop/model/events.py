@@ -177,11 +177,10 @@ class StandbyDiscarded(EventBase, frozen=True):
 class Recovered(EventBase, frozen=True):
     """This node's workers run again.  `kept` is the number of workers that kept their process (in-place recovery).
 
-    The four phases are in seconds; a phase that was skipped is 0.  `detect`: from the fault (the death of a worker, or
+    The five phases are in seconds; a phase that was skipped is 0.  `detect`: from the fault (the death of a worker, or
     the last progress of a worker that hangs) until the agent noticed it.  `decide`: until the agent received the
     coordinator's decision.  `stop`: until all old workers and their child processes had ended; an in-place recovery
-    skips this phase.  `start`: until all workers of the new round ran.  If the node waited between `stop` and `start`,
-    this wait is added to `decide`.
+    skips this phase.  `wait`: until the agent received the next round.  `start`: until all workers of this round ran.
     """
 
     round: Int64
@@ -190,6 +189,7 @@ class Recovered(EventBase, frozen=True):
     stop: float
     start: float
     kept: Int64 = 0
+    wait: float = 0.0
 
 
 class FirstStep(EventBase, frozen=True):

@@ -379,8 +379,8 @@ class Facts:
             self._pauses[record.node] = event.pause
 
     def _on_recovered(self, record: EventRecord, event: events.Recovered) -> None:
-        wait = self._pauses.get(record.node, 0.0) - event.detect - event.decide - event.stop - event.start
-        phases = Phases(event.detect, event.decide, event.stop, max(0.0, wait), event.start)
+        rest = self._pauses.get(record.node, 0.0) - event.detect - event.decide - event.stop - event.start
+        phases = Phases(event.detect, event.decide, event.stop, max(event.wait, rest, 0.0), event.start)
         if record.node in self._pauses:
             self._recoveries[record.node] = (event.round, phases)
         self._compare_recovery(self._round(event.round, record.at), phases)

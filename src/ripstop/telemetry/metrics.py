@@ -16,7 +16,7 @@ from ripstop.model.config import MAX_NODES
 from ripstop.model.events import RESTORE_SOURCES, EventRecord, RoundEndCause, event_kind
 from ripstop.telemetry.goodput import Goodput
 
-STAGES = ("detect", "decide", "stop", "start", "first_step")
+STAGES = ("detect", "decide", "stop", "wait", "start", "first_step")
 BUCKET_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
@@ -86,7 +86,7 @@ class Totals(Struct):
         match record.event:
             case events.WorkerFailed():
                 self.worker_failures += 1
-            case events.Recovered(round, detect, decide, stop, start, kept):
+            case events.Recovered(round, kept=kept) as recovered:
                 self.inplace += kept > 0
                 if round > self.recovered_round:
                     self.recovered_round, self.kept = round, 0
@@ -95,8 +95,8 @@ class Totals(Struct):
                 self._recovered[record.node] = round
                 if len(self._recovered) > MAX_NODES:  # records may contain names of nodes that never joined
                     del self._recovered[next(iter(self._recovered))]
-                for stage, seconds in zip(STAGES, (detect, decide, stop, start), strict=False):
-                    if seconds > 0:
+                for stage in STAGES[:-1]:
+                    if (seconds := getattr(recovered, stage)) > 0:
                         self.recovery[stage].observe(seconds)
             case events.FirstStep(round=round, seconds=seconds):
                 if self._recovered.get(record.node) == round:  # a first step after the first start is no recovery

@@ -5,12 +5,11 @@ second would be too small to see.
 
     recovery                 from the fault until the workers of all nodes run, or make steps, again
       node                   one for each node, with the phases of `Recovered`
-        detect · decide · stop · decide · start · first_step · restore
+        detect · decide · stop · wait · start · first_step · restore
 
-`decide` appears twice if the node still waited for a decision after its old workers had stopped.  The job is a trace,
-too: `job`, with its `round`s.  A recovery has a link to its job, and a round has a link to the next recovery.  With a
-parent span, all spans belong to the parent's trace: the job below the parent, rounds and recoveries below the job.
-Rules:
+The job is a trace, too: `job`, with its `round`s.  A recovery has a link to its job, and a round has a link to the next
+recovery.  With a parent span, all spans belong to the parent's trace: the job below the parent, rounds and recoveries
+below the job.  Rules:
 
 1. Each span is returned once, when it ends.  Only `first_step` and `restore` may be returned after the spans that
    contain them: in a job in which no worker reported a step before.
@@ -33,7 +32,6 @@ from ripstop.model.round import Outcome
 from ripstop.telemetry.goodput import Goodput
 
 MAX_EVENTS = 32  # of one span: a round keeps its latest events, a recovery its first
-MIN_SECOND_DECIDE_S = 0.001  # a shorter second `decide` gets no span
 ANY_ROUND = 0  # not the number of a round
 FAULT_CAUSES = (RoundEndCause.APPLICATION, RoundEndCause.INFRASTRUCTURE, RoundEndCause.NODE_LOST)
 
@@ -101,7 +99,6 @@ class _Recovery(Struct):
     old_nodes: frozenset[str] | None  # None: unknown
     next: int = 0
     nodes: frozenset[str] = frozenset()  # of the next round
-    stopped: dict[str, float] = field(default_factory=dict)  # when the old workers had stopped, by node
     started: dict[str, tuple[float, events.WorkersStarted]] = field(default_factory=dict)  # when, and which workers
     recovered: dict[str, _NodeRecovery] = field(default_factory=dict)  # nodes whose workers run again
     is_ended: bool = False
@@ -206,8 +203,6 @@ class Spans:
         if recovery is None:
             return
         match record.event:
-            case events.WorkersStopped(number) if number == recovery.number:
-                recovery.stopped[record.node] = record.at
             case events.WorkersStarted(number) as started if self._is_awaited(record, number):
                 recovery.started[record.node] = (record.at, started)
                 if not started.pause or not recovery.had_member(record.node):
@@ -216,7 +211,7 @@ class Spans:
             case events.Recovered(number) as recovered if self._is_awaited(record, number):
                 if record.node in recovery.started and recovery.had_member(record.node):
                     ran = recovery.started[record.node][0]
-                    phases = list(_span_phases(ran, recovered, recovery.stopped.get(record.node)))
+                    phases = list(_span_phases(ran, recovered))
                     yield from self._on_workers_run(record.node, recovery, phases)
             case events.StateRestored(number, rank, source, step, seconds) if (
                 number == recovery.next and record.node in recovery.recovered
@@ -335,19 +330,10 @@ class Spans:
         return blake2b(f"{size} {name}".encode(), digest_size=size, key=self._seed).hexdigest()
 
 
-def _span_phases(at: float, recovered: events.Recovered, stopped: float | None) -> Iterator[Phase]:
-    """The phases of a node, in order, until its workers ran at time `at`: name, start, end.
-
-    `Recovered.decide` is the time before and after the old workers were stopped; `stopped` divides it in two.
-    """
-    durations = (recovered.detect, recovered.decide, recovered.stop, recovered.start)
-    detect, decide, stop, start = (max(0.0, seconds) for seconds in durations)
-    detected = at - start - stop - decide
-    before = decide
-    if stopped is not None and decide - (until := max(0.0, stopped - stop - detected)) > MIN_SECOND_DECIDE_S:
-        before = until
-    lengths = (("detect", detect), ("decide", before), ("stop", stop), ("decide", decide - before), ("start", start))
-    begins = detected - detect
+def _span_phases(at: float, recovered: events.Recovered) -> Iterator[Phase]:
+    """The phases of a node, in order, until its workers ran at time `at`: name, start, end."""
+    lengths = [(name, max(0.0, getattr(recovered, name))) for name in ("detect", "decide", "stop", "wait", "start")]
+    begins = at - sum(seconds for _, seconds in lengths)
     for name, seconds in lengths:
         if seconds > 0:
             yield name, begins, begins + seconds

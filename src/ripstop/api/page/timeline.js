@@ -10,7 +10,13 @@ const HEIGHT = 160;
 const LEFT = 66;
 const MIN_SPAN_S = 2;
 
-export const PHASES = { detect: "phase-detect", decide: "phase-decide", stop: "phase-stop", start: "phase-start" };
+export const PHASES = {
+  detect: "phase-detect",
+  decide: "phase-decide",
+  stop: "phase-stop",
+  wait: "phase-wait",
+  start: "phase-start",
+};
 const MARKS = {
   failure: ["bad", "failure"],
   hang: ["hang", "hang"],
@@ -203,11 +209,12 @@ export class Timeline {
     if (width <= 0) return;
     const y = LANES.rounds + 28;
     if (round.recovery && width > 8) {
-      const { detect, decide, stop, start } = round.recovery;
+      const { detect, decide, stop, wait, start } = round.recovery;
       const parts = [
         ["phase-detect", detect],
         ["phase-decide", decide],
         ["phase-stop", stop],
+        ["phase-wait", wait],
         ["phase-start", start],
       ];
       const total = parts.reduce((sum, [, seconds]) => sum + seconds, 0) || 1;
@@ -413,8 +420,8 @@ export class Timeline {
   }
 }
 
-function recoveryBar({ detect, decide, stop, start, node }) {
-  const parts = Object.entries({ detect, decide, stop, start });
+function recoveryBar({ detect, decide, stop, wait, start, node }) {
+  const parts = Object.entries({ detect, decide, stop, wait, start });
   const total = parts.reduce((sum, [, seconds]) => sum + seconds, 0);
   const bar = el(
     "div",
