@@ -7,15 +7,15 @@ first of these that exist and are not all ranks:
 2. Ranks that the flight recorder shows as suspects, and of these the ones that do not wait by their stacks, if any.
 3. Ranks that do not wait.
 4. Ranks outside the one location that more than half of the ranks share.
-5. If no rank waits, ranks that made no progress while others did.
+5. Ranks that do not wait and made no progress for the hang timeout.
 
 Rules for the flight recorder (`flight_recorder.py` says how far each rank is in each process group):
 
 6. A group is stuck in the oldest collective that any of its ranks is inside.  Ranks that have not entered it are
    behind.
-7. The suspect ranks are members that are behind in one group and are inside no collective of another group.
-8. If no rank is behind, the suspect ranks are members that entered another operation under this number than more than
-   half of the group, or another size where sizes must be equal.
+7. The suspect ranks are members that are behind in one group and are inside no operation of another group.
+8. If no rank is behind, the suspect ranks are members that are inside another operation under this number than more
+   than half of the members inside, or in another size where sizes must be equal.
 9. Messages between two ranks are reported and not compared: only the two ranks share their numbers.
 10. A rank that did not reply is not part of the comparison.
 """

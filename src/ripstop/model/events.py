@@ -346,7 +346,7 @@ class WorkersStopping(EventBase, frozen=True):
 
 
 class WorkersStopped(EventBase, frozen=True):
-    """All worker processes of this node have exited."""
+    """All workers of this node and their child processes have ended."""
 
     round: Int64
     seconds: float
