@@ -4,6 +4,7 @@ In all tests the others train on, at the ranks they had, nobody is charged, and 
 Times are from the fault to the first step that all remaining ranks have completed.
 """
 
+import os
 import re
 import signal
 import time
@@ -152,14 +153,18 @@ def test_a_coordinators_host_that_loses_30_percent_keeps_its_office_or_has_a_suc
 
 @pytest.mark.long
 def test_workers_go_on_undisturbed_when_a_coordinator_without_workers_is_lost(
-    four: Cluster, request: pytest.FixtureRequest
+    four: Cluster, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     spare, *others = four.hosts
     nodes = [four.node(host, nnodes="2:4", lease=LEASE, conf=",target=3") for host in others]
-    for agent in nodes:
-        agent.wait_for_log("start=")  # they are ready before the coordinator's node
-    coordinator = four.node(spare, nnodes="2:4", lease=LEASE, conf=",target=3")
-    before = four.ranks(3)
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "late.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(tmp_path / 'round_1')!r}): time.sleep(0.05)\n"
+    )
+    late = {"PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path / "modules"), four.job.env.get("PYTHONPATH"))))}
+    coordinator = four.node(spare, "--preload=torch,late", nnodes="2:4", lease=LEASE, conf=",target=3", env=late)
+    before = four.ranks(3)  # the coordinator's node is not ready before this round
+    (tmp_path / "round_1").touch()
     assert "host1" not in before and elections(coordinator)
     workers = len(four.job.worker_events(event="start"))
     coordinator.wait_for_log("spare")
