@@ -25,7 +25,7 @@ REPORT_WIDTH = 100
 CONSOLE_TIMEOUT_MS = 1000  # for a console that is slow to read
 
 
-def print_final_output_report(report: JobEnd, printer: StderrLogPrinter, level: int = logging.ERROR) -> None:
+def print_final_report(report: JobEnd, printer: StderrLogPrinter, level: int = logging.ERROR) -> None:
     """At a terminal, in its width, and the outcome and the root cause of a failure in red."""
     text = shown = render_failure_report(
         report, min(REPORT_WIDTH, terminal_width() if os.isatty(2) else REPORT_WIDTH)
@@ -47,7 +47,7 @@ def print_final_output(end: ExitAgent, directory: LogDirectory, printer: StderrL
         if printer.settings.format is LogFormat.TEXT:
             with suppress(OSError):  # the console is closed
                 print(file=sys.stderr)
-        print_final_output_report(_final_output_without_deleted_files(end.report, directory), printer)
+        print_final_report(_final_report_without_deleted_files(end.report, directory), printer)
         if directory.kept:
             result = str(path := directory.path / "report.json")
             try:
@@ -59,7 +59,7 @@ def print_final_output(end: ExitAgent, directory: LogDirectory, printer: StderrL
         printer.line(f"error: {one_line(end.why)}", logging.ERROR)
 
 
-def write_final_output_job_report(directory: LogDirectory, printer: StderrLogPrinter) -> None:
+def write_final_job_report(directory: LogDirectory, printer: StderrLogPrinter) -> None:
     """On the coordinator's node: write the report of the whole job beside its events, and print its path."""
     if not directory.has_job_events or not directory.kept:
         return
@@ -81,7 +81,7 @@ def _can_print_final_output() -> bool:
     return any(mask & select.POLLOUT for _, mask in poll.poll(CONSOLE_TIMEOUT_MS))
 
 
-def _final_output_without_deleted_files(report: JobEnd, directory: LogDirectory) -> JobEnd:
+def _final_report_without_deleted_files(report: JobEnd, directory: LogDirectory) -> JobEnd:
     """The report without the names of files in a log directory that was deleted."""
     if directory.kept:
         return report
@@ -95,7 +95,7 @@ def _final_output_without_deleted_files(report: JobEnd, directory: LogDirectory)
     return replace(report, failures=tuple(failures))
 
 
-def write_final_output_termination_message(file: Path, end: ExitAgent, printer: StderrLogPrinter) -> None:
+def write_final_termination_message(file: Path, end: ExitAgent, printer: StderrLogPrinter) -> None:
     from ripstop.api.termination_message import termination_message
 
     try:

@@ -28,9 +28,9 @@ from ripstop.diagnostics.failure_log import FailureLog
 from ripstop.election.elected_link import ElectedLink
 from ripstop.final_output import (
     print_final_output,
-    print_final_output_report,
-    write_final_output_job_report,
-    write_final_output_termination_message,
+    print_final_report,
+    write_final_job_report,
+    write_final_termination_message,
 )
 from ripstop.logs.console import Console
 from ripstop.logs.directory import LogDirectory, LogDirectorySource
@@ -88,9 +88,9 @@ def launch_node(config: RunConfig, link: Link | None = None) -> int:
             log.info("job=%s succeeded rounds=%d restarts=%d", report.run_id, report.rounds, report.restarts)
     printer = StderrLogPrinter("run", config.own_log)
     print_final_output(end, directory, printer)
-    write_final_output_job_report(directory, printer)
+    write_final_job_report(directory, printer)
     if config.termination_log is not None:
-        write_final_output_termination_message(config.termination_log, end, printer)
+        write_final_termination_message(config.termination_log, end, printer)
     is_job_over = end.report is not None or end.code == 0  # otherwise a new agent may succeed
     if config.linger and is_job_over and end.code < 128:
         printer.line("the job is over; waiting for a signal to exit (--linger)", logging.INFO)
@@ -149,15 +149,15 @@ async def run_launched_agent(
     node = _node_to_launch(config, bound)
     config = _with_launch_secret(config, bound)
     async with AsyncExitStack() as parts:
-        node_sinks = [_launch_event_file(parts, directory, NODE_EVENTS), *sinks]
+        node_sinks = [_open_event_file_at_launch(parts, directory, NODE_EVENTS), *sinks]
         if link is not None:
             access = _CoordinatorAccess(link)
         elif config.backend is Backend.ETCD or config.successors:
-            access = _elect_coordinator(parts, config, node, directory, bound)
+            access = _elected_link_at_launch(parts, config, node, directory, bound)
         elif config.backend is Backend.LOCAL or bound is not None:
             access = await _launch_hosted_coordinator(parts, config, node, directory, bound)
         else:
-            access = _launch_link_to_coordinator(parts, config, node)
+            access = _link_to_coordinator_at_launch(parts, config, node)
         describe_wait: Callable[[], str] = access.coordinator.wait_text if access.coordinator is not None else str
         driver = AgentDriver(
             config, node, spawner, access.link, directory, environ, logs_source, node_sinks, console, describe_wait
@@ -188,8 +188,8 @@ async def _launch_hosted_coordinator(
     parts: AsyncExitStack, config: RunConfig, node: Node, directory: LogDirectory, bound: Bound | None
 ) -> _CoordinatorAccess:
     """The coordinator runs in this process; `bound` is None if it serves this node alone."""
-    sinks = [_launch_job_event_file(parts, directory), *_other_launch_sinks(parts, config)]
-    coordinator = Coordinator(_launch_job_settings(config, own=node.id), sinks=sinks)
+    sinks = [_open_job_event_file_at_launch(parts, directory), *_other_launch_sinks(parts, config)]
+    coordinator = Coordinator(_job_settings_at_launch(config, own=node.id), sinks=sinks)
     if bound is not None:
         await _launch_server(parts, coordinator, bound, config)
     _launch_job_socket(parts, config, node.id).lead(coordinator, str(bound.address) if bound else "")
@@ -197,7 +197,7 @@ async def _launch_hosted_coordinator(
     return _CoordinatorAccess(InProcessLink(coordinator, node.id), coordinator.ended, coordinator)
 
 
-def _launch_link_to_coordinator(parts: AsyncExitStack, config: RunConfig, node: Node) -> _CoordinatorAccess:
+def _link_to_coordinator_at_launch(parts: AsyncExitStack, config: RunConfig, node: Node) -> _CoordinatorAccess:
     """The coordinator runs at the endpoint."""
     from ripstop.transport.websocket_link import WebSocketLink  # aiohttp: only with a network
 
@@ -220,7 +220,7 @@ def _launch_link_to_coordinator(parts: AsyncExitStack, config: RunConfig, node: 
     return _CoordinatorAccess(link)
 
 
-def _elect_coordinator(
+def _elected_link_at_launch(
     parts: AsyncExitStack, config: RunConfig, node: Node, directory: LogDirectory, bound: Bound | None
 ) -> _CoordinatorAccess:
     """etcd or the nodes elect the agent that runs the coordinator; if it is this one, it runs within the link."""
@@ -234,8 +234,8 @@ def _elect_coordinator(
         else:
             job_socket.job = None
 
-    settings = replace(_launch_job_settings(config, own=node.id), is_elected=True)
-    sinks = [_launch_job_event_file(parts, directory), *_other_launch_sinks(parts, config)]
+    settings = replace(_job_settings_at_launch(config, own=node.id), is_elected=True)
+    sinks = [_open_job_event_file_at_launch(parts, directory), *_other_launch_sinks(parts, config)]
     identity = {"node": node.id, "token": config.token, "tls": config.tls}
     common: dict[str, Any] = {**identity, "sinks": sinks, "on_leader": on_elected}
     link: ElectedLink
@@ -259,14 +259,14 @@ def launch_coordinator(config: CoordinatorConfig) -> int:
         directory = LogDirectory(Logs(config.log_dir), config.run_id) if config.log_dir else None
         bound = bind_endpoint(config.endpoint, required=True, multi_node=config.max_nodes > 1)
         assert bound is not None, "bind raises if it cannot bind a required endpoint"
-        _check_launch_bound(bound, config)
+        _check_endpoint_at_launch(bound, config)
         end = asyncio.run(_run_launched_coordinator(config, bound, directory))
     printer = StderrLogPrinter("coordinator", config.own_log)
     if isinstance(end, JobEnd):
         level = logging.INFO if end.outcome is Outcome.SUCCEEDED else logging.ERROR
-        print_final_output_report(end, printer, level)
+        print_final_report(end, printer, level)
     if directory is not None:
-        write_final_output_job_report(directory, printer)
+        write_final_job_report(directory, printer)
     if isinstance(end, int):
         return 128 + end
     return 0 if end.outcome is Outcome.SUCCEEDED else 1
@@ -286,8 +286,8 @@ async def _run_launched_coordinator(
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, on_signal, signum)
     async with AsyncExitStack() as parts:
-        sinks = [_launch_job_event_file(parts, directory)] if directory else []
-        coordinator = Coordinator(_launch_job_settings(config), sinks=[*sinks, *_other_launch_sinks(parts, config)])
+        sinks = [_open_job_event_file_at_launch(parts, directory)] if directory else []
+        coordinator = Coordinator(_job_settings_at_launch(config), sinks=[*sinks, *_other_launch_sinks(parts, config)])
         await _launch_server(parts, coordinator, bound, config)
         name = f"{socket.gethostname()}-{os.getpid()}"
         _launch_job_socket(parts, config, name).lead(coordinator, str(config.endpoint))
@@ -316,13 +316,13 @@ def bind_launch_endpoint(config: RunConfig) -> Bound | None:
             config.endpoint, required=is_host, multi_node=config.max_nodes > 1, own_address=config.local_addr
         )
     if bound is not None:
-        _check_launch_bound(bound, config)
+        _check_endpoint_at_launch(bound, config)
     return bound
 
 
-def _check_launch_bound(bound: Bound, config: RunConfig | CoordinatorConfig) -> None:
+def _check_endpoint_at_launch(bound: Bound, config: RunConfig | CoordinatorConfig) -> None:
     """Before anything starts: UsageError if agents would not trust the certificate of the endpoint's host."""
-    endpoint = bound.seat or config.endpoint
+    endpoint = bound.listed_address or config.endpoint
     if config.tls is not None and endpoint is not None:
         from ripstop.transport.tls import check_coordinator_certificate
 
@@ -353,13 +353,14 @@ def _node_to_launch(config: RunConfig, bound: Bound | None) -> Node:
         host = "127.0.0.1"
     if not host and bound is not None and config.endpoint is not None:
         # ranks by address compare numeric addresses, so a host name would not sort
-        host = bound.address.host if config.rank_by is RankBy.ADDRESS else (bound.seat or config.endpoint).host
+        listed = bound.listed_address or config.endpoint
+        host = (bound.address if config.rank_by is RankBy.ADDRESS else listed).host
     # Promises belong to a node: an agent that is restarted must not have the same name by chance.
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8 if config.successors else 2)}"
     return Node(name, host, config.slots, config.role, config.node_rank, config.node_number, config.node_label)
 
 
-def _launch_job_settings(config: RunConfig | CoordinatorConfig, own: str = "") -> JobSettings:
+def _job_settings_at_launch(config: RunConfig | CoordinatorConfig, own: str = "") -> JobSettings:
     is_local = isinstance(config, RunConfig) and config.backend is Backend.LOCAL
     return JobSettings(
         run_id=config.run_id,
@@ -418,13 +419,13 @@ def _launch_job_socket(parts: AsyncExitStack, config: RunConfig | CoordinatorCon
     return job_socket
 
 
-def _launch_event_file(parts: AsyncExitStack, directory: LogDirectory, name: str) -> Sink:
+def _open_event_file_at_launch(parts: AsyncExitStack, directory: LogDirectory, name: str) -> Sink:
     file = EventFile(directory.path / name)
     parts.callback(file.close)
     return file.add
 
 
-def _launch_job_event_file(parts: AsyncExitStack, directory: LogDirectory) -> Sink:
+def _open_job_event_file_at_launch(parts: AsyncExitStack, directory: LogDirectory) -> Sink:
     """The file of the whole job's events; `directory` records whether this process was the one that wrote it."""
     file = EventFile(directory.path / JOB_EVENTS)
 

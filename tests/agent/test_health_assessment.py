@@ -2,7 +2,7 @@
 
 import pytest
 
-from ripstop.agent.health.assessment import CommandResult, Disk, HealthFacts, HealthProblem, assess_health_problems
+from ripstop.agent.health.assessment import CommandResult, Disk, HealthFacts, HealthProblem, assess_health
 from ripstop.model.config import HealthLimits
 from ripstop.system.gpus import GpuHealth
 
@@ -10,7 +10,7 @@ LIMITS = HealthLimits(command=("check.sh",), interval=30.0, min_disk=1 << 30, ma
 
 
 def texts(facts: HealthFacts, limits: HealthLimits = LIMITS, *, joining: bool = True) -> list[str]:
-    return [problem.text for problem in assess_health_problems(facts, limits, joining=joining)]
+    return [problem.text for problem in assess_health(facts, limits, joining=joining)]
 
 
 def test_a_healthy_node_has_no_problem() -> None:
@@ -21,8 +21,8 @@ def test_a_healthy_node_has_no_problem() -> None:
         skew=-59.9,
         command=CommandResult(0, "all is well"),
     )
-    assert assess_health_problems(good, LIMITS, joining=True) == ()
-    assert assess_health_problems(HealthFacts(), LIMITS, joining=True) == ()
+    assert assess_health(good, LIMITS, joining=True) == ()
+    assert assess_health(HealthFacts(), LIMITS, joining=True) == ()
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,7 @@ def test_a_limit_of_zero_turns_its_check_off() -> None:
 
 def test_a_problem_keeps_its_key_while_its_text_changes() -> None:
     first, second = (
-        assess_health_problems(HealthFacts(disks=(Disk("/logs", "logs", n),)), LIMITS, joining=False)
-        for n in (1, 50 << 20)
+        assess_health(HealthFacts(disks=(Disk("/logs", "logs", n),)), LIMITS, joining=False) for n in (1, 50 << 20)
     )
     assert first != second
     assert [p.key for p in first] == [p.key for p in second] == ["disk logs"]

@@ -42,7 +42,7 @@ from ripstop.agent.machine_io import (
     WorkersUnkillable,
 )
 from ripstop.agent.machine_state import AgentSettings, WorkersState
-from ripstop.agent.machine_status import machine_not_ready_status
+from ripstop.agent.machine_status import status_of_unready_machine
 from ripstop.model.config import Timing
 from ripstop.model.failure import Failure, JobEnd
 from ripstop.model.round import Address, Node, Outcome, Place
@@ -745,22 +745,22 @@ def test_an_agent_without_workers_of_the_round_reports_an_empty_inspection() -> 
 
 def test_a_node_is_ready_when_it_is_warm_connected_and_healthy_or_its_workers_run() -> None:
     agent = Agent(AgentSettings(NODE, 2, 2, TIMING))
-    assert machine_not_ready_status(agent) == "the node is warming up"
+    assert status_of_unready_machine(agent) == "the node is warming up"
     on(agent, WarmupDone())
     on(agent, CoordinatorLost("host-b:29400: connection refused"))
-    assert machine_not_ready_status(agent) == "the node has no coordinator: host-b:29400: connection refused"
+    assert status_of_unready_machine(agent) == "the node has no coordinator: host-b:29400: connection refused"
     on(agent, CoordinatorConnected("host-a"))
-    assert machine_not_ready_status(agent) == "the first health check is not complete"
+    assert status_of_unready_machine(agent) == "the first health check is not complete"
     on(agent, HealthChecked((FULL,)))
-    assert machine_not_ready_status(agent) == f"the node is unhealthy: {FULL.text}"
+    assert status_of_unready_machine(agent) == f"the node is unhealthy: {FULL.text}"
     on(agent, HealthChecked(()))
-    assert machine_not_ready_status(agent) == ""
+    assert status_of_unready_machine(agent) == ""
     on(agent, StorePortReady(7001))
     on(agent, assign(1))
     on(agent, CoordinatorLost("reset"))
-    assert machine_not_ready_status(agent) == "", "healthy workers continue"
+    assert status_of_unready_machine(agent) == "", "healthy workers continue"
     on(agent, SignalReceived(15))
-    assert machine_not_ready_status(agent) == "the node is leaving, or the job is over"
+    assert status_of_unready_machine(agent) == "the node is leaving, or the job is over"
 
 
 # workers that go on in place ------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.api.local_jobs import JobRecord, Registration, local_job_records
+from ripstop.api.local_jobs import JobRecord, Registration, read_local_jobs
 
 
 def record(run_id: str = "job", since: float = 1.0, **more: str) -> JobRecord:
@@ -19,14 +19,14 @@ def test_a_record_is_found_until_it_is_closed(tmp_path: Path) -> None:
     late, early = Registration(tmp_path, "a"), Registration(tmp_path, "b")
     late.write(record("late", since=2.0))
     early.write(record("early", since=1.0, endpoint="head:29400", token="t"))
-    assert local_job_records(tmp_path) == [
+    assert read_local_jobs(tmp_path) == [
         record("early", since=1.0, endpoint="head:29400", token="t"),
         record("late", since=2.0),
     ]
     late.write(record("moved", since=3.0))
-    assert [found.run_id for found in local_job_records(tmp_path)] == ["early", "moved"]
+    assert [found.run_id for found in read_local_jobs(tmp_path)] == ["early", "moved"]
     late.close(), early.close()
-    assert local_job_records(tmp_path) == []
+    assert read_local_jobs(tmp_path) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -50,11 +50,11 @@ def test_the_file_of_a_killed_agent_is_removed_with_its_socket(tmp_path: Path) -
     process.start()
     try:
         assert ready.wait(120)
-        assert len(local_job_records(tmp_path)) == 1
+        assert len(read_local_jobs(tmp_path)) == 1
     finally:
         process.kill()
         process.join()
-    assert local_job_records(tmp_path) == []
+    assert read_local_jobs(tmp_path) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -73,7 +73,7 @@ def test_a_file_that_is_replaced_during_a_read_is_kept_with_its_socket(
         flock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", after_a_moment)
-    assert [found.run_id for found in local_job_records(tmp_path)] == ["after"]
+    assert [found.run_id for found in read_local_jobs(tmp_path)] == ["after"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.sock"]
     kept.close()
 
@@ -86,4 +86,4 @@ def test_an_invalid_file_is_no_record(tmp_path: Path, text: bytes) -> None:
     path.write_bytes(text)
     with path.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert local_job_records(tmp_path) == []
+        assert read_local_jobs(tmp_path) == []

@@ -14,7 +14,7 @@ from ripstop.model.config import Timing
 from ripstop.model.electorate import MAX_VOTERS, Electorate, first_electorate
 from ripstop.model.errors import ProtocolError
 from ripstop.model.round import Address, Node, Place
-from ripstop.protocol.messages import Assign, Canvass, Follow, Join, Office, Ready, Redirect
+from ripstop.protocol.messages import Assign, Follow, Join, LeaderElected, Ready, Redirect, RequestPromise
 from ripstop.transport.endpoint import Bound, bind_endpoint, bind_first_endpoint
 from ripstop.transport.server import Server
 from ripstop.transport.websocket_link import WebSocketLink
@@ -85,10 +85,10 @@ class Agent:
 
 @contextlib.asynccontextmanager
 async def agents(count: int = 3, addresses: int = 3) -> AsyncIterator[tuple[list[Address], list[Agent]]]:
-    seats = [Address("127.0.0.1", free_port()) for _ in range(addresses)]
-    made = [Agent(f"n{i}", seats, bind_first_endpoint(seats)) for i in range(count)]
+    listed_addresses = [Address("127.0.0.1", free_port()) for _ in range(addresses)]
+    made = [Agent(f"n{i}", listed_addresses, bind_first_endpoint(listed_addresses)) for i in range(count)]
     try:
-        yield seats, made
+        yield listed_addresses, made
     finally:
         await asyncio.gather(*(agent.link.close() for agent in made))
 
@@ -134,13 +134,13 @@ async def test_a_successor_is_elected_when_the_coordinator_dies() -> None:
 @in_loop
 async def test_the_first_coordinator_may_be_restarted_before_the_first_round() -> None:
     for _ in range(3):
-        seats = [Address("127.0.0.1", free_port()) for _ in range(2)]
-        first, second = (Agent(f"n{i}", seats, bind_first_endpoint(seats)) for i in range(2))
+        listed_addresses = [Address("127.0.0.1", free_port()) for _ in range(2)]
+        first, second = (Agent(f"n{i}", listed_addresses, bind_first_endpoint(listed_addresses)) for i in range(2))
         await first.heard.until(lambda heard: heard.count("linked") == 1)
         old = leader([first, second])
         other = second if old is first else first
         await old.dies()
-        again = Agent("again", seats, bind_first_endpoint(seats))
+        again = Agent("again", listed_addresses, bind_first_endpoint(listed_addresses))
         try:
             await again.assigned(1)
             await other.assigned(1)
@@ -150,29 +150,31 @@ async def test_the_first_coordinator_may_be_restarted_before_the_first_round() -
 
 @in_loop
 async def test_a_newcomer_that_reaches_any_candidate_finds_the_coordinator() -> None:
-    async with agents() as (seats, made):
+    async with agents() as (listed_addresses, made):
         for agent in made:
             await agent.assigned(1)
-        seat = leader(made).link._seat
-        others = [address for address in seats if address != seat]
-        newcomer = Agent("late", [*others, *(address for address in seats if address == seat)], None)
+        listed_address = leader(made).link._listed_address
+        others = [address for address in listed_addresses if address != listed_address]
+        newcomer = Agent(
+            "late", [*others, *(address for address in listed_addresses if address == listed_address)], None
+        )
         await newcomer.heard.until(lambda heard: heard.count("linked") == 1)
         await newcomer.link.close()
 
 
 @in_loop
 async def test_an_agent_without_the_secret_is_rejected_by_every_candidate() -> None:
-    async with agents() as (seats, made):
+    async with agents() as (listed_addresses, made):
         for agent in made:
             await agent.assigned(1)
-        stranger = Agent("stranger", seats, None, token="wrong")
+        stranger = Agent("stranger", listed_addresses, None, token="wrong")
         await stranger.heard.until(lambda heard: heard.count("refused") == 1)
         assert not stranger.heard.count("linked")
         await stranger.link.close()
 
 
 class FalseCandidate:
-    """Asks every agent for a promise, redirects it and claims the office."""
+    """Asks every agent for a promise, redirects it and claims the leadership."""
 
     job = None
 
@@ -183,7 +185,7 @@ class FalseCandidate:
         self.send = lambda message: None
 
     def attach(self, node: str, send: object, close: object) -> "FalseCandidate":
-        for message in (Canvass(9, 1, "evil"), Redirect(Address("192.0.2.1", 1)), Office(10, "evil")):
+        for message in (RequestPromise(9, 1, "evil"), Redirect(Address("192.0.2.1", 1)), LeaderElected(10, "evil")):
             send(message)  # type: ignore[operator]
         return self
 
@@ -204,13 +206,13 @@ class FalseCandidate:
 async def test_only_a_peer_with_the_secret_gets_a_promise_and_a_redirect_leads_to_listed_addresses_only(
     token: str,
 ) -> None:
-    seats = [Address("127.0.0.1", free_port())]
-    bound = bind_endpoint(seats[0], required=True)
+    listed_addresses = [Address("127.0.0.1", free_port())]
+    bound = bind_endpoint(listed_addresses[0], required=True)
     assert bound is not None
     false = FalseCandidate()
-    server = Server(bound.listening, false, token=token, seat=str(seats[0]))
+    server = Server(bound.listening, false, token=token, listed_address=str(listed_addresses[0]))
     await server.start()
-    agent = Agent("n0", [*seats, Address("127.0.0.1", free_port())], None)
+    agent = Agent("n0", [*listed_addresses, Address("127.0.0.1", free_port())], None)
     if token == "wrong":
         await agent.heard.until(lambda heard: heard.count("refused") == 1)
         assert false.received == []
@@ -218,7 +220,7 @@ async def test_only_a_peer_with_the_secret_gets_a_promise_and_a_redirect_leads_t
     else:
         await agent.heard.until(lambda heard: heard.count("linked") == 1)
         assert agent.link._voter.promised == 10
-        assert agent.link._link is not None and agent.link._link._endpoint == seats[0]
+        assert agent.link._link is not None and agent.link._link._endpoint == listed_addresses[0]
     await agent.link.close()
     await server.close()
 
@@ -226,14 +228,14 @@ async def test_only_a_peer_with_the_secret_gets_a_promise_and_a_redirect_leads_t
 @in_loop
 async def test_a_peer_that_relays_the_handshake_to_another_address_is_rejected() -> None:
     """It has no secret, and listens at an address of the job whose node is away."""
-    seats = [Address("127.0.0.1", free_port()) for _ in range(2)]
-    bound = bind_endpoint(seats[1], required=True)
+    listed_addresses = [Address("127.0.0.1", free_port()) for _ in range(2)]
+    bound = bind_endpoint(listed_addresses[1], required=True)
     assert bound is not None
-    real = Server(bound.listening, FalseCandidate(), token="s3cret", seat=str(seats[1]))
+    real = Server(bound.listening, FalseCandidate(), token="s3cret", listed_address=str(listed_addresses[1]))
     await real.start()
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        onward, back = await asyncio.open_connection("127.0.0.1", seats[1].port)
+        onward, back = await asyncio.open_connection("127.0.0.1", listed_addresses[1].port)
 
         async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
             while data := await source.read(65536):
@@ -242,8 +244,8 @@ async def test_a_peer_that_relays_the_handshake_to_another_address_is_rejected()
 
         await asyncio.gather(copy(reader, back), copy(onward, writer), return_exceptions=True)
 
-    false = await asyncio.start_server(relay, "127.0.0.1", seats[0].port)
-    agent = Agent("n0", [seats[0]], None)
+    false = await asyncio.start_server(relay, "127.0.0.1", listed_addresses[0].port)
+    agent = Agent("n0", [listed_addresses[0]], None)
     await agent.heard.until(lambda heard: heard.count("refused") == 1)
     assert not agent.heard.count("linked") and agent.link._voter.promised == 0
     await agent.link.close()
@@ -252,7 +254,7 @@ async def test_a_peer_that_relays_the_handshake_to_another_address_is_rejected()
 
 
 @in_loop
-async def test_a_candidate_disconnects_an_agent_with_an_absurd_epoch_or_an_unknown_seat() -> None:
+async def test_a_candidate_disconnects_an_agent_with_an_absurd_epoch_or_an_unlisted_address() -> None:
     async with agents(count=1, addresses=2) as (_, made):
         host = made[0].link._host
         assert host is not None

@@ -141,7 +141,7 @@ def test_a_coordinators_host_that_hears_and_is_not_heard_has_a_successor(
 
 @needs_loss
 @pytest.mark.long
-def test_a_coordinators_host_that_loses_30_percent_keeps_its_office_or_has_a_successor(three: Cluster) -> None:
+def test_a_coordinators_host_that_loses_30_percent_keeps_the_coordinator_or_has_a_successor(three: Cluster) -> None:
     job = Running(three, lease=3.0)
     before = time.time()
     job.coordinator.loses(0.3)

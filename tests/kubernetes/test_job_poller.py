@@ -16,15 +16,15 @@ A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 
 
 class Pods(PolledJobApi):
-    """The coordinator is at `seat`; everybody who is shown the token is noted."""
+    """The coordinator is at `coordinator_at`; everybody who is shown the token is noted."""
 
-    def __init__(self, seat: str = "") -> None:
-        self.seat = seat
+    def __init__(self, coordinator_at: str = "") -> None:
+        self.coordinator_at = coordinator_at
         self.shown: list[str] = []
 
     def status(self, address: str, token: str, run_id: str) -> dict[str, Any]:
         self.shown.append(address)
-        if address != self.seat:
+        if address != self.coordinator_at:
             raise ConnectionRefusedError("nobody there")
         return {"round": 7, "target": 4}
 
@@ -48,7 +48,7 @@ async def looked(talk: JobPoller, addresses: list[str], size: int | None = None,
 
 
 def test_a_job_is_sent_its_size_where_it_answered() -> None:
-    api = Pods(seat=B)
+    api = Pods(coordinator_at=B)
 
     async def talk(to: JobPoller) -> None:
         await looked(to, [A, B], at=0.0)
@@ -60,7 +60,7 @@ def test_a_job_is_sent_its_size_where_it_answered() -> None:
 
 
 def test_an_address_that_the_job_has_no_more_is_not_shown_its_token() -> None:
-    api = Pods(seat=B)
+    api = Pods(coordinator_at=B)
 
     async def talk(to: JobPoller) -> None:
         await looked(to, [B], at=0.0)
@@ -73,7 +73,7 @@ def test_an_address_that_the_job_has_no_more_is_not_shown_its_token() -> None:
 
 def test_a_coordinator_behind_pods_that_hang_is_found_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_poller, "SEARCH_TIMEOUT_S", 0.0)  # as if each of them had hung
-    api = Pods(seat=C)
+    api = Pods(coordinator_at=C)
 
     async def talk(to: JobPoller) -> None:
         for time in range(4):

@@ -4,15 +4,15 @@ Deterministic: a seed is a schedule.  `succession_world.py` keeps the rules of c
 comes to the states that the rules of voters and candidates exclude.  Here nothing protects them.  The adversary keeps
 every message for as long as it likes, and delivers it to its receiver at any time and as often as it likes, also after
 the receiver has turned to another candidate.  Clocks of voters and candidates have nothing to do with each other.
-Processes end, and nodes leave.  The adversary prefers the messages of some nodes for a while, so that offices begin and
-rounds are committed, and then prefers others.  The job has run before: an electorate is confirmed.  Rules, which use no
-clock:
+Processes end, and nodes leave.  The adversary prefers the messages of some nodes for a while, so that leaders are
+elected and rounds are committed, and then prefers others.  The job has run before: an electorate is confirmed.  Rules,
+which use no clock:
 
 1.  An epoch has one coordinator.
 2.  A coordinator knows every round that coordinators of lower epochs announce, before or after its election.
 3.  The epochs of announced rounds grow with their numbers, and no number is announced twice.
 4.  A node that has left is no voter any more.
-5.  A coordinator that knows a newer one is not in office.
+5.  A coordinator that knows a newer one is not the leader.
 6.  A coordinator begins the change to a round after a majority has confirmed, in its epoch, the electorate before it.
 7.  The voter of a candidate's agent knows every electorate that the candidate knows.
 
@@ -28,7 +28,7 @@ from ripstop.election.candidate import Announce, Candidate, CandidateCommand, Le
 from ripstop.election.voter import Accept, Reply, Voter, VoterCommand
 from ripstop.model.electorate import Electorate
 from ripstop.model.round import Address
-from ripstop.protocol.messages import Canvass, Follow, Office, Promise, Redirect, Renew, Renewed
+from ripstop.protocol.messages import Follow, LeaderElected, Promise, Redirect, Renew, Renewed, RequestPromise
 from tests.simulation.rules import require
 from tests.simulation.succession_world import check_world
 
@@ -45,7 +45,7 @@ class Node:
         self.candidate = Candidate(name, self.voter, LEASE_S)
         self.voter_now = self.candidate_now = 0.0
         self.highest = 0  # round
-        self.led = electorate  # the newest electorate of its office
+        self.led = electorate  # the newest electorate of its leadership
 
 
 class AdversaryWorld:
@@ -91,9 +91,9 @@ class AdversaryWorld:
             if chance < 0.86:
                 self._deliver(group if random.random() < 0.95 else set(self.nodes))
             elif chance < 0.98:
-                officers = [each for each in self.nodes.values() if each.candidate.in_office]
-                node = random.choice(officers or [*self.nodes.values()])
-                if officers and chance < 0.92:
+                leaders = [each for each in self.nodes.values() if each.candidate.is_leader]
+                node = random.choice(leaders or [*self.nodes.values()])
+                if leaders and chance < 0.92:
                     self._form(node)
                     if random.random() < 0.3:
                         return  # the change is pending
@@ -124,7 +124,7 @@ class AdversaryWorld:
                 self.note(f"*** {node.name} leaves")
                 del self.nodes[node.name]
                 leader = self.nodes.get(node.voter.promised_to)  # it has promised nobody a higher epoch
-                if leader and leader.candidate.in_office and leader.candidate.epoch == node.voter.promised:
+                if leader and leader.candidate.is_leader and leader.candidate.epoch == node.voter.promised:
                     self._lead(leader, leader.candidate.on_left(node.name, leader.candidate_now))
                     voters = leader.candidate.electorate.voters
                     is_voter = node.name in voters and len(voters) > 1
@@ -165,7 +165,7 @@ class AdversaryWorld:
             case Follow() | Promise() | Renewed():
                 node.candidate_now += 0.001
                 self._lead(node, node.candidate.on_message(sender, message, node.candidate_now))
-            case Canvass() | Renew() | Office():
+            case RequestPromise() | Renew() | LeaderElected():
                 commands = node.voter.on(message, node.voter_now)
                 if isinstance(message, Renew) and commands:
                     self.confirmed.setdefault(node.voter.electorate.version, set()).add(node.name)
@@ -182,13 +182,13 @@ class AdversaryWorld:
                     address = None if candidate == node.name else Address(candidate, 1)
                     self._lead(node, node.candidate.on_leader(address, node.candidate_now))
 
-    # offices ----------------------------------------------------------------------------------------------------------
+    # leaders ----------------------------------------------------------------------------------------------------------
 
     def _form(self, node: Node) -> None:
         candidate = node.candidate
         contacts = [name for name in candidate._contacts if name in self.nodes]
         for _ in range(self.random.choice((1, 1, 2)) if contacts else 0):
-            if not candidate.holds_office(node.candidate_now):
+            if not candidate.holds_leadership(node.candidate_now):
                 return
             node.highest += 1
             members = self.random.sample(contacts, self.random.randint(1, len(contacts)))
@@ -202,7 +202,7 @@ class AdversaryWorld:
                 self.note(f"{node.name} (epoch {epoch}): {command}")
             match command:
                 case SendTo(receiver, message):
-                    if isinstance(message, Office):
+                    if isinstance(message, LeaderElected):
                         holder = self.coordinators.setdefault(message.epoch, node.name)
                         require(holder == node.name, f"{holder} and {node.name} have epoch {message.epoch}")
                     self._send(node.name, receiver, message)
@@ -219,7 +219,7 @@ class AdversaryWorld:
             self._form(node)
         self._check_change(node)
         known = node.candidate.electorate.epoch
-        require(not node.candidate.in_office or known == node.candidate.epoch, f"{node.name} leads, and knows {known}")
+        require(not node.candidate.is_leader or known == node.candidate.epoch, f"{node.name} leads, and knows {known}")
 
     def _check_change(self, node: Node) -> None:
         before, after = node.led, node.candidate.electorate
@@ -228,7 +228,7 @@ class AdversaryWorld:
         node.led = after
         own = node.voter.electorate.version
         require(own >= after.version, f"the voter of {node.name} knows {own}, its candidate {after.version}")
-        if node.candidate.in_office and after.round > before.round and after.epoch == before.epoch:
+        if node.candidate.is_leader and after.round > before.round and after.epoch == before.epoch:
             confirmed = self.confirmed.get(before.version, set())
             require(before.has_majority(confirmed), f"{node.name} replaces {before}, which only {confirmed} confirmed")
 

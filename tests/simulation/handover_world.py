@@ -1,9 +1,9 @@
-"""A coordinator that is cut off but lives: when its office ends by its clock, and when the next one begins.
+"""A coordinator that is cut off but lives: when its leadership ends by its clock, and when the next one begins.
 
 The voters and candidates are those of `succession_world.py`.  First all nodes run a round.  Then the replies to the
 coordinator become slow, and a moment later the network between it and all others is blocked for good: to it, from it,
 or both.  In some schedules the connections also break, so that its voters look for another coordinator at once.  The
-rules are those of `succession_world.py`, above all that only one process holds the office; and another coordinator is
+rules are those of `succession_world.py`, above all that only one process is the leader; and another coordinator is
 elected within `REST_TIMEOUT_S`.
 
 `python -m tests.simulation.handover_world SEED` prints one schedule as a transcript.
@@ -24,7 +24,7 @@ class HandoverWorld(SuccessionWorld):
     def __init__(self, seed: int, trace: Any = None) -> None:
         super().__init__(seed, trace)
         self.former: Process | None = None  # the coordinator that is cut off
-        self._begin_without_faults(hosts=self.random.randint(3, 5), seats=self.random.randint(2, 3))
+        self._begin_without_faults(hosts=self.random.randint(3, 5), listed_addresses=self.random.randint(2, 3))
 
     def _check_rest(self, end: float) -> bool:
         if super()._check_rest(end):
@@ -55,7 +55,7 @@ class HandoverWorld(SuccessionWorld):
         self._check_elected(self.now + REST_TIMEOUT_S)
 
     def _check_elected(self, end: float) -> bool:
-        if any(p is not self.former and p.candidate and p.candidate.is_settled for p in self.officers.values()):
+        if any(p is not self.former and p.candidate and p.candidate.is_settled for p in self.leaders.values()):
             return True
         require(self.now <= end, f"no coordinator {REST_TIMEOUT_S:g} s after the loss of one")
         self.at(self.now + 0.1, self._check_elected, end)

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from ripstop.election.candidate import CandidateCommand, SendTo
-from ripstop.protocol.messages import Canvass
+from ripstop.protocol.messages import RequestPromise
 from tests.simulation.rules import require
 from tests.simulation.succession_world import LEASE_S, REST_TIMEOUT_S, Process, SuccessionWorld, check_world
 
@@ -29,7 +29,7 @@ class PartitionWorld(SuccessionWorld):
         self.former: Process | None = None  # the coordinator that is cut off
         self.is_parted = False
         self.is_tight = seed % 2 == 1
-        self._begin_without_faults(hosts=self.random.randint(7, 9), seats=3)
+        self._begin_without_faults(hosts=self.random.randint(7, 9), listed_addresses=3)
 
     def _check_rest(self, end: float) -> bool:
         if super()._check_rest(end):
@@ -42,19 +42,19 @@ class PartitionWorld(SuccessionWorld):
 
     def _execute(self, process: Process, commands: list[CandidateCommand]) -> None:
         super()._execute(process, commands)
-        asks = any(isinstance(command, SendTo) and isinstance(command.message, Canvass) for command in commands)
+        asks = any(isinstance(command, SendTo) and isinstance(command.message, RequestPromise) for command in commands)
         if self.former and process is not self.former and asks and not self.is_parted:
             self.is_parted = True
             self.at(self.now + self.random.random() * self.random.choice((0.01, 0.5)), self._strand, process)
 
     def _strand(self, candidate: Process) -> None:
-        others = range(self.seats, self.hosts)
+        others = range(self.listed_addresses, self.hosts)
         lost = set(self.random.sample(others, self.random.randint(self.hosts // 2 + 1, len(others))))
         self.note(f"*** {candidate.name} loses the hosts {sorted(lost)}")
         self.calm_at = self.now
         self._part(candidate, lost)
         if self.is_tight:
-            self.calm_at = FOREVER  # an office may end: one voter that promises and moves on is enough
+            self.calm_at = FOREVER  # a leadership may end: one voter that promises and moves on is enough
             third = next(p for p in self._living() if p.candidate and p not in (candidate, self.former))
             spare = self.hosts - 1 - (self.hosts // 2 + 1)  # of those that reach it, itself included
             lost = set(self.random.sample(others, spare))
@@ -69,7 +69,7 @@ class PartitionWorld(SuccessionWorld):
             self._block(host, process.host, FOREVER)
 
     def _check_elected(self, timeout: float, end: float) -> bool:
-        if any(p is not self.former and p.candidate and p.candidate.is_settled for p in self.officers.values()):
+        if any(p is not self.former and p.candidate and p.candidate.is_settled for p in self.leaders.values()):
             return True
         require(self.now <= end, f"no coordinator in {timeout:g} s of a partial partition")
         self.at(self.now + 1.0, self._check_elected, timeout, end)

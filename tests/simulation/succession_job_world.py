@@ -1,7 +1,7 @@
 """Succession with the real job: the schedules of `succession_world.py`, with the real `Job` and the real agents.
 
 The coordinator of the moment is a `Job`, as in `coordinator/driver.py`: what follows a new round waits until the round
-is committed, and a coordinator that does not hold the office decides nothing.  Agents start and stop workers, keep the
+is committed, and a coordinator that is not the leader decides nothing.  Agents start and stop workers, keep the
 coordinator's memory, and send it before their `Join`.  Instead of forming rounds at random, operators restart, scale
 and drain, and workers fail.  Rules, besides those of `succession_world.py`:
 
@@ -9,7 +9,7 @@ and drain, and workers fail.  Rules, besides those of `succession_world.py`:
 2.  In one round, all nodes have the same store and different ranks.
 3.  At rest, the job runs one round, with as many nodes as the target allows.
 4.  At rest, the coordinator knows the newest memory that a living node keeps, and the lowest rank keeps its memory.
-5.  In one office, a coordinator's memory is never replaced by an older one.
+5.  In one leadership, a coordinator's memory is never replaced by an older one.
 6.  A round that ends before its change begins is not committed.
 
 `python -m tests.simulation.succession_job_world SEED` prints one schedule as a transcript.
@@ -33,17 +33,17 @@ from ripstop.model.operator_commands import DrainNode, OperatorCommand, RestartR
 from ripstop.model.round import Address, Node, Place
 from ripstop.model.status import Phase
 from ripstop.protocol.messages import (
-    Canvass,
     Follow,
     FromCoordinator,
     Heartbeat,
+    LeaderElected,
     Left,
-    Office,
     Promise,
     Redirect,
     Remember,
     Renew,
     Renewed,
+    RequestPromise,
 )
 from tests.simulation.rules import require
 from tests.simulation.succession_world import CLIENT, LEASE_S, SERVER, Connection, Process, SuccessionWorld, check_world
@@ -55,17 +55,17 @@ SETTINGS = JobSettings("job", 1, MAX_NODES, TIMING, BUDGET, quarantine=Quarantin
 
 
 class JobProcess(Process):
-    """One agent, and in office a job."""
+    """One agent, and as the leader, a job."""
 
-    def __init__(self, name: str, host: int, seats: int, now: float, random: Any) -> None:
-        super().__init__(name, host, seats, now, random)
+    def __init__(self, name: str, host: int, listed_addresses: int, now: float, random: Any) -> None:
+        super().__init__(name, host, listed_addresses, now, random)
         settings = AgentSettings(Node(name, f"host{host}", 1), 1, MAX_NODES, TIMING, drain_timeout=0.0)
         self.machine = agent.Agent(settings, now * self.rate)
         self.place: Place | None = None  # of its workers
         self.started = 0  # the newest round that it started
         self.memory: tuple[Memory, float] | None = None
         self.is_leaving = False
-        # in office
+        # as the leader
         self.job: Job | None = None
         self.sessions: dict[str, Connection] = {}
         self.proposed_round = 0
@@ -77,7 +77,7 @@ class SuccessionJobWorld(SuccessionWorld):
 
     process_type = JobProcess
     processes: dict[int, JobProcess]  # type: ignore[assignment]
-    disordered = (Follow, Promise, Renewed, Canvass, Office, Renew, Redirect)
+    disordered = (Follow, Promise, Renewed, RequestPromise, LeaderElected, Renew, Redirect)
 
     def __init__(self, seed: int, trace: Any = None) -> None:
         super().__init__(seed, trace)
@@ -86,7 +86,7 @@ class SuccessionJobWorld(SuccessionWorld):
         self.stores: dict[int, Address] = {}  # by round
 
     def _job_now(self, process: Process) -> float:
-        return self.now * process.rate  # it has another clock than the office, which does not jump
+        return self.now * process.rate  # it has another clock than the leadership, which does not jump
 
     # the agent --------------------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class SuccessionJobWorld(SuccessionWorld):
                     self.at(self.now + 0.2 * self.random.random(), self._stopped, process, round)
                 case agent_io.ExitAgent():
                     process.is_leaving = True
-                    is_leader = process.candidate and process.candidate.in_office
+                    is_leader = process.candidate and process.candidate.is_leader
                     self.at(self.now + (0.5 if is_leader else 0.05), self._kill, process)
         self._arm(process)
 
@@ -215,7 +215,7 @@ class SuccessionJobWorld(SuccessionWorld):
         if process.frozen_until > self.now:
             process.backlog.append((self._feed_job, (process, event)))
             return
-        if not process.candidate.holds_office(self.clock(process)):
+        if not process.candidate.holds_leadership(self.clock(process)):
             return
         serial, begun = job.memory._serial, process.candidate.electorate.round
         commands = job.on(event, self._job_now(process))
@@ -274,8 +274,8 @@ class SuccessionJobWorld(SuccessionWorld):
                 return
         self.note(f"*** {command}")
         self.reached[type(command).__name__] += 1
-        for other in living:  # an old coordinator may believe that it is in office
-            if other is leader or (other.candidate and other.candidate.in_office):
+        for other in living:  # an old coordinator may believe that it is the leader
+            if other is leader or (other.candidate and other.candidate.is_leader):
                 self._feed_job(other, command)
 
     def _fail(self, process: JobProcess) -> None:
@@ -289,7 +289,7 @@ class SuccessionJobWorld(SuccessionWorld):
     def _deadline(self, process: Process) -> float | None:
         assert isinstance(process, JobProcess)
         times = [process.machine.deadline()]
-        if process.job is not None and process.candidate and process.candidate.holds_office(self.clock(process)):
+        if process.job is not None and process.candidate and process.candidate.holds_leadership(self.clock(process)):
             times.append(process.job.deadline())
         due = min((t for t in times if t is not None), default=None)
         other = super()._deadline(process)

@@ -7,14 +7,14 @@ hosts lose their power, networks part in one or both directions, clocks run at d
 also jump.  The coordinator of the moment forms rounds at random.  `reached` counts the faults that had an effect.
 Rules, at every step:
 
-1.  At most one process holds the office (not with jumping clocks, which break leases; all other rules hold then, too).
+1.  At most one process is the leader (not with jumping clocks, which break leases; all other rules hold then, too).
 2.  An epoch has one coordinator.  (If all agents of the list are started again at the same time, they start another
     job; then the epochs and rounds of the old one do not count.)
 3.  A new coordinator knows every committed round.  Rounds of a higher epoch have higher numbers, and no number is used
     twice.
 4.  A node starts rounds in the order of their numbers.
 5.  A node that has left is no voter any more.
-6.  A coordinator that knows a newer one is not in office.
+6.  A coordinator that knows a newer one is not the leader.
 7.  A candidate asks for promises only if its agent follows no other coordinator, and again only if its contacts could
     elect it.
 
@@ -40,7 +40,7 @@ from ripstop.election.search import Search
 from ripstop.election.voter import Accept, Reply, Voter, VoterCommand
 from ripstop.model.electorate import Electorate, first_electorate
 from ripstop.model.round import Address
-from ripstop.protocol.messages import Canvass, Follow, Office, Promise, Redirect, Renew, Renewed
+from ripstop.protocol.messages import Follow, LeaderElected, Promise, Redirect, Renew, Renewed, RequestPromise
 from tests.simulation.rules import Violation, require
 
 LEASE_S = 2.0
@@ -116,9 +116,9 @@ class Connection:
 class Process:
     """One agent."""
 
-    def __init__(self, name: str, host: int, seats: int, now: float, random: Random) -> None:
-        first = first_electorate(f"@{seat}" for seat in range(seats))
-        has_seat = host < seats
+    def __init__(self, name: str, host: int, listed_addresses: int, now: float, random: Random) -> None:
+        first = first_electorate(f"@{listed_address}" for listed_address in range(listed_addresses))
+        is_listed = host < listed_addresses
         self.name = name
         self.host = host
         self.alive = True
@@ -126,13 +126,13 @@ class Process:
         self.backlog: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         self.rate = random.uniform(0.98, 1.02)
         self.offset = random.uniform(0, 1000)
-        self.voter = Voter(first, LEASE_S, f"@{host}" if has_seat else "")
-        self.candidate = Candidate(name, self.voter, LEASE_S) if has_seat else None
-        self.search = Search(seats, LEASE_S)
+        self.voter = Voter(first, LEASE_S, f"@{host}" if is_listed else "")
+        self.candidate = Candidate(name, self.voter, LEASE_S) if is_listed else None
+        self.search = Search(listed_addresses, LEASE_S)
         self.connection: Connection | None = None
         self.attempt = 0
         self.is_accepted = False
-        self.leader = (-1, "")  # its seat and name
+        self.leader = (-1, "")  # its listed_address and name
         self.timer: float | None = None
         self.newest = 0
         self.round = (0, 0)  # the epoch and the number of the round that it runs
@@ -147,7 +147,7 @@ class SuccessionWorld:
     """One schedule."""
 
     process_type = Process
-    disordered: tuple[type, ...] = (Follow, Promise, Renewed, Canvass, Office, Renew, Redirect, Assign)
+    disordered: tuple[type, ...] = (Follow, Promise, Renewed, RequestPromise, LeaderElected, Renew, Redirect, Assign)
 
     def __init__(self, seed: int, trace: Callable[[str], None] | None = None) -> None:
         self.trace = trace
@@ -157,18 +157,18 @@ class SuccessionWorld:
         self.queue: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self.serial = self.names = self.steps = 0
         self.hosts = random.randint(2, 6)
-        self.seats = random.randint(2, min(4, self.hosts))
+        self.listed_addresses = random.randint(2, min(4, self.hosts))
         self.blocked: dict[tuple[int, int], float] = {}  # from, to: until when
         self.off: set[int] = set()  # hosts without power
         self.processes: dict[int, Process] = {}  # by host
         self.announced: dict[int, int] = {}  # round: epoch
         self.coordinators: dict[int, str] = {}  # by epoch
-        self.officers: dict[str, Process] = {}  # who think that they are in office
+        self.leaders: dict[str, Process] = {}  # who think that they are leaders
         self.reached: Counter[str] = Counter()
         self.latency, self.patience = self.mix.latency, self.mix.patience
         self.latencies: dict[tuple[int, int], float] = {}
         self.is_calm, self.calm_at = False, 0.0
-        self.offices = 0
+        self.elections = 0
         self.is_another_job = False  # rule 2 holds for one job; all agents of the list were lost at the same time
         for host in range(self.hosts):
             self.at(random.random() * random.choice((0.1, 2.0)), self._start, host)
@@ -185,10 +185,10 @@ class SuccessionWorld:
         self.serial += 1
         heappush(self.queue, (when, self.serial, do, args))
 
-    def _begin_without_faults(self, hosts: int, seats: int) -> None:
+    def _begin_without_faults(self, hosts: int, listed_addresses: int) -> None:
         """Start these hosts instead of what the mix has planned; the world cuts its coordinator off later."""
         self.queue, self.is_calm = [], True
-        self.hosts, self.seats = hosts, seats
+        self.hosts, self.listed_addresses = hosts, listed_addresses
         for host in range(hosts):
             self.at(self.random.random(), self._start, host)
         self.at(2.0, self._stop_faults)
@@ -201,8 +201,8 @@ class SuccessionWorld:
             require(self.steps < MAX_STEPS, "busy loop: too many steps")
             if do(*args):
                 return
-            if len(self.officers) > 1:
-                self._check_one_office()
+            if len(self.leaders) > 1:
+                self._check_one_leader()
 
     def note(self, text: str) -> None:
         if self.trace:
@@ -211,12 +211,12 @@ class SuccessionWorld:
     def clock(self, process: Process) -> float:
         return self.now * process.rate + process.offset
 
-    def _check_one_office(self) -> None:
+    def _check_one_leader(self) -> None:
         """Rule 1."""
-        holders = [p.name for p in self.officers.values() if p.candidate and p.candidate.holds_office(self.clock(p))]
+        holders = [p.name for p in self.leaders.values() if p.candidate and p.candidate.holds_leadership(self.clock(p))]
         self.reached["two coordinators"] += 1
         self.reached["two coordinators by their clocks"] += len(holders) > 1
-        require(len(holders) <= 1 or self.mix.clocks_jump, f"{holders} hold the office")
+        require(len(holders) <= 1 or self.mix.clocks_jump, f"{holders} hold the leadership")
 
     # faults -----------------------------------------------------------------------------------------------------------
 
@@ -226,13 +226,13 @@ class SuccessionWorld:
             return
         self.names += 1
         process = self.processes[host] = self.process_type(
-            f"n{host}.{self.names}", host, self.seats, self.now, self.random
+            f"n{host}.{self.names}", host, self.listed_addresses, self.now, self.random
         )
         self.note(f"{process.name} starts")
         self._connect(process)
 
     def _leader(self) -> Process | None:
-        return next((p for p in self._living() if p.candidate and p.candidate.in_office), None)
+        return next((p for p in self._living() if p.candidate and p.candidate.is_leader), None)
 
     def _living(self) -> list[Process]:
         return [p for p in self.processes.values() if p.alive]
@@ -323,7 +323,7 @@ class SuccessionWorld:
 
     def _kill(self, process: Process) -> None:
         process.alive = False
-        if self.officers.pop(process.name, None) and process.candidate:
+        if self.leaders.pop(process.name, None) and process.candidate:
             self.reached["coordinator dies"] += 1
             self.reached["successor dies before it is settled"] += not process.candidate.is_settled
         if process.host not in self.off:
@@ -397,7 +397,11 @@ class SuccessionWorld:
 
     def _form(self, leader: Process, *, everybody: bool = False) -> None:
         assert leader.candidate
-        if not leader.alive or leader.frozen_until > self.now or not leader.candidate.holds_office(self.clock(leader)):
+        if (
+            not leader.alive
+            or leader.frozen_until > self.now
+            or not leader.candidate.holds_leadership(self.clock(leader))
+        ):
             return
         is_pending = any(leader.incoming.keys() >= set(members) for members in leader.proposed.values())
         if is_pending and (everybody or self.random.random() < 0.5):
@@ -436,10 +440,10 @@ class SuccessionWorld:
                 self._send(connection, CLIENT, Assign(leader.candidate.epoch, round))
 
     def _lead(self, process: Process, lead: Lead) -> None:
-        """The process is in office.  This method and those below it are for `succession_job_world.py`."""
+        """The process is the leader.  This method and those below it are for `succession_job_world.py`."""
 
     def _stop_leading(self, process: Process) -> None:
-        """It is in office no longer."""
+        """It is the leader no longer."""
 
     def _admit(self, process: Process, node: str) -> None:
         """The coordinator accepts the messages of this node."""
@@ -459,17 +463,17 @@ class SuccessionWorld:
                 self.note(f"{process.name}: {command}")
             match command:
                 case SendTo(node, message):
-                    if isinstance(message, Office):
+                    if isinstance(message, LeaderElected):
                         holder = self.coordinators.setdefault(message.epoch, process.name)
                         require(holder == process.name, f"{holder} and {process.name} have epoch {message.epoch}")
                         self._admit(process, node)
-                    elif isinstance(message, Canvass) and process.candidate and not process.candidate.in_office:
+                    elif isinstance(message, RequestPromise) and process.candidate and not process.candidate.is_leader:
                         follows = process.is_accepted and process.connection and process.connection.server
                         require(follows in (False, process), f"{process.name} asks for promises, and has a coordinator")
                     if connection := process.incoming.get(node):
                         self._send(connection, CLIENT, message)
                 case Lead(epoch, round):
-                    self.offices += 1
+                    self.elections += 1
                     if not self.is_calm:
                         self.at(self.now + self.random.random() * 0.2, self._form, process)
                         if self.random.random() < 0.3:
@@ -499,12 +503,12 @@ class SuccessionWorld:
                     process.incoming = {}
                 case Announce(round):
                     self._announce(process, round)
-        if process.candidate and process.candidate.in_office:
+        if process.candidate and process.candidate.is_leader:
             epoch, known = process.candidate.epoch, process.candidate.electorate.epoch
             require(epoch == known, f"{process.name} leads epoch {epoch}, and knows {known}")
-            self.officers[process.name] = process
+            self.leaders[process.name] = process
         else:
-            self.officers.pop(process.name, None)
+            self.leaders.pop(process.name, None)
         self._arm(process)
 
     # messages ---------------------------------------------------------------------------------------------------------
@@ -542,7 +546,7 @@ class SuccessionWorld:
                 self._at_server(receiver, connection.client.name, message)
             else:
                 self._at_client(receiver, message)
-        elif to == CLIENT and self.mix.stale and isinstance(message, Canvass | Renew):
+        elif to == CLIENT and self.mix.stale and isinstance(message, RequestPromise | Renew):
             self.reached["message of a connection that was left"] += 1
             for command in receiver.voter.on(message, self.clock(receiver)):
                 if isinstance(command, Reply):
@@ -560,7 +564,7 @@ class SuccessionWorld:
 
     def _at_coordinator(self, process: Process, node: str, message: Any) -> None:
         assert process.candidate
-        if not process.candidate.holds_office(self.clock(process)):
+        if not process.candidate.holds_leadership(self.clock(process)):
             return
         match message:
             case Join(newest):
@@ -579,11 +583,11 @@ class SuccessionWorld:
     def _at_client(self, process: Process, message: Any) -> None:
         now, target = self.clock(process), process.search.target
         match message:
-            case Canvass(node=node) | Office(node=node):
+            case RequestPromise(node=node) | LeaderElected(node=node):
                 if process.leader[0] == target and process.leader[1] != node:
                     process.voter.on_gone(process.leader[1])
                 self._vote(process, process.voter.on(message, now))
-                if process.is_accepted and isinstance(message, Office):
+                if process.is_accepted and isinstance(message, LeaderElected):
                     process.leader = (target, node)
             case Renew():
                 self._vote(process, process.voter.on(message, now))
@@ -769,7 +773,9 @@ class SuccessionWorld:
         self._vote(process, process.voter.on_tick(now))
         if process.candidate:
             commands = process.candidate.on_tick(now)
-            asks = any(isinstance(command, SendTo) and isinstance(command.message, Canvass) for command in commands)
+            asks = any(
+                isinstance(command, SendTo) and isinstance(command.message, RequestPromise) for command in commands
+            )
             require(not asks or process.candidate._is_electable(), f"{process.name} asks, and cannot be elected")
             self._execute(process, commands)
         self._tick_job(process)

@@ -15,7 +15,7 @@ from ripstop.election.candidate import Announce, Candidate
 from ripstop.election.search import Search
 from ripstop.election.voter import Reply, Voter
 from ripstop.model.electorate import Electorate, count_in_electorate
-from ripstop.protocol.messages import Canvass, Follow, Office, Promise, Renew, Renewed
+from ripstop.protocol.messages import Follow, LeaderElected, Promise, Renew, Renewed, RequestPromise
 from tests.simulation import succession_job_world, succession_world
 from tests.simulation.adversary_world import AdversaryWorld
 from tests.simulation.handover_world import HandoverWorld
@@ -49,15 +49,15 @@ def test_a_seed_is_a_schedule() -> None:
 
 @pytest.mark.parametrize("world", (SuccessionWorld, SuccessionJobWorld))
 def test_schedules_of_every_mix_elect_successors_and_commit_rounds(world: type[SuccessionWorld]) -> None:
-    offices, rounds = Counter[str](), Counter[str]()
+    elections, rounds = Counter[str](), Counter[str]()
     reached = Counter[str]()
     for seed in range(20 * len(MIXES)):
         schedule = world(seed)
         schedule.run()
-        offices[schedule.mix.name] += schedule.offices
+        elections[schedule.mix.name] += schedule.elections
         rounds[schedule.mix.name] += len(schedule.announced)
         reached += schedule.reached
-    assert min(offices.values()) >= 10
+    assert min(elections.values()) >= 10
     assert min(rounds.values()) >= 5
     assert [fault for fault in REACHED if not reached[fault]] == []
 
@@ -82,31 +82,31 @@ REACHED = (  # faults that had an effect
 
 
 def a_lower_epoch_is_promised(patch: pytest.MonkeyPatch) -> None:
-    original = Voter._on_canvass
+    original = Voter._on_promise_request
 
-    def on_canvass(voter: Voter, epoch: int, number: int, node: str, now: float) -> Any:
+    def on_promise_request(voter: Voter, epoch: int, number: int, node: str, now: float) -> Any:
         voter.promised = min(voter.promised, epoch - 1)
         return original(voter, epoch, number, node, now)
 
-    patch.setattr(Voter, "_on_canvass", on_canvass)
+    patch.setattr(Voter, "_on_promise_request", on_promise_request)
 
 
 def an_epoch_is_promised_twice(patch: pytest.MonkeyPatch) -> None:
-    original = Voter._on_canvass
+    original = Voter._on_promise_request
 
-    def on_canvass(voter: Voter, epoch: int, number: int, node: str, now: float) -> Any:
+    def on_promise_request(voter: Voter, epoch: int, number: int, node: str, now: float) -> Any:
         if epoch == voter.promised and now >= voter._bound_until:
             voter.promised_to = node
         return original(voter, epoch, number, node, now)
 
-    patch.setattr(Voter, "_on_canvass", on_canvass)
+    patch.setattr(Voter, "_on_promise_request", on_promise_request)
 
 
 def a_coordinator_of_a_lower_epoch_is_followed(patch: pytest.MonkeyPatch) -> None:
     original = Voter.on
 
     def on(voter: Voter, message: Any, now: float) -> Any:
-        if isinstance(message, Office) and message.epoch < voter.promised:
+        if isinstance(message, LeaderElected) and message.epoch < voter.promised:
             voter.promised, voter.promised_to = message.epoch, message.node
         return original(voter, message, now)
 
@@ -180,13 +180,13 @@ def a_successor_ignores_the_memory(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_promise_binds_nobody(patch: pytest.MonkeyPatch) -> None:
-    original = Voter._on_canvass
+    original = Voter._on_promise_request
 
-    def on_canvass(voter: Voter, epoch: int, number: int, node: str, now: float) -> Any:
+    def on_promise_request(voter: Voter, epoch: int, number: int, node: str, now: float) -> Any:
         voter._bound_until = float("-inf")
         return original(voter, epoch, number, node, now)
 
-    patch.setattr(Voter, "_on_canvass", on_canvass)
+    patch.setattr(Voter, "_on_promise_request", on_promise_request)
 
 
 def a_voter_forgets_the_electorate(patch: pytest.MonkeyPatch) -> None:
@@ -196,8 +196,8 @@ def a_voter_forgets_the_electorate(patch: pytest.MonkeyPatch) -> None:
 def a_candidate_does_not_tell_its_own_voter(patch: pytest.MonkeyPatch) -> None:
     def learn(candidate: Candidate, electorate: Electorate) -> None:
         candidate.electorate = electorate
-        if candidate.in_office:
-            candidate._extend_office()
+        if candidate.is_leader:
+            candidate._extend_leadership()
 
     patch.setattr(Candidate, "_learn", learn)
 
@@ -261,14 +261,14 @@ def a_candidate_with_a_coordinator_asks_for_promises(patch: pytest.MonkeyPatch) 
 
 
 def a_successor_changes_what_it_has_not_confirmed(patch: pytest.MonkeyPatch) -> None:
-    original = Candidate._take_office
+    original = Candidate._become_leader
 
     def take_office(candidate: Candidate, now: float) -> Any:
         out = original(candidate, now)
-        candidate._is_settled = candidate.in_office
+        candidate._is_settled = candidate.is_leader
         return out
 
-    patch.setattr(Candidate, "_take_office", take_office)
+    patch.setattr(Candidate, "_become_leader", take_office)
 
 
 def two_changes_are_pending(patch: pytest.MonkeyPatch) -> None:
@@ -315,8 +315,10 @@ def a_coordinator_ignores_a_newer_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Candidate, "_step_down", step_down)
 
 
-def an_office_has_no_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Candidate, "_extend_office", lambda candidate: setattr(candidate, "_office_end", float("inf")))
+def a_leadership_has_no_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        Candidate, "_extend_leadership", lambda candidate: setattr(candidate, "_leadership_end", float("inf"))
+    )
 
 
 def an_office_lasts_longer_than_its_promises(patch: pytest.MonkeyPatch) -> None:
@@ -339,7 +341,7 @@ def a_coordinator_ignores_higher_epochs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         Candidate,
         "_least_epoch",
-        lambda candidate, follow: 0 if candidate.in_office else original(candidate, follow),
+        lambda candidate, follow: 0 if candidate.is_leader else original(candidate, follow),
     )
 
 
@@ -357,13 +359,13 @@ def agents_stay_a_short_time_at_all_candidates_but_one(patch: pytest.MonkeyPatch
 
 
 def a_candidate_that_cannot_be_elected_any_more_goes_on_asking(patch: pytest.MonkeyPatch) -> None:
-    original = Candidate._stop_canvass
+    original = Candidate._stop_requests
 
-    def stop_canvass(candidate: Candidate) -> None:
-        if candidate.in_office or candidate._leader is not None or candidate._is_electable():
+    def stop_requests(candidate: Candidate) -> None:
+        if candidate.is_leader or candidate._leader is not None or candidate._is_electable():
             original(candidate)
 
-    patch.setattr(Candidate, "_stop_canvass", stop_canvass)
+    patch.setattr(Candidate, "_stop_requests", stop_requests)
 
 
 def a_candidate_keeps_its_epoch(patch: pytest.MonkeyPatch) -> None:
@@ -372,7 +374,7 @@ def a_candidate_keeps_its_epoch(patch: pytest.MonkeyPatch) -> None:
     def ask(candidate: Candidate, node: str, now: float) -> Any:
         return [
             replace(command, message=replace(command.message, epoch=1))
-            if isinstance(command.message, Canvass)
+            if isinstance(command.message, RequestPromise)
             else command
             for command in original(candidate, node, now)
         ]
@@ -404,7 +406,7 @@ MUTANTS: dict[Patch, tuple[Callable[[int], Any], int]] = {  # its world, and a s
     a_restarted_agent_counts_as_the_old_one: (SuccessionWorld, 59),
     half_of_the_voters_is_a_majority: (SuccessionWorld, 57),
     a_majority_of_the_addresses_starts_a_job: (SuccessionWorld, 442),
-    an_office_has_no_end: (SuccessionWorld, 29),
+    a_leadership_has_no_end: (SuccessionWorld, 29),
     an_office_lasts_longer_than_its_promises: (HandoverWorld, 8),
     a_renewal_counts_from_its_reply: (HandoverWorld, 8),
     a_coordinator_ignores_higher_epochs: (SuccessionWorld, 105),

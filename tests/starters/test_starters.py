@@ -6,7 +6,7 @@ from ripstop.model.errors import UsageError
 from ripstop.model.round import Address
 from ripstop.starters.aws_batch import read_aws_batch
 from ripstop.starters.mpi import read_mpi
-from ripstop.starters.slurm import is_slurm_step, read_slurm, slurm_nodes_without_step
+from ripstop.starters.slurm import is_slurm_step, read_slurm, slurm_node_count_outside_step
 from ripstop.starters.start import Start
 from tests.starters.variables import AWS_BATCH, BATCH_SCRIPT, OPEN_MPI, srun
 
@@ -52,7 +52,7 @@ def test_a_requeued_job_keeps_its_name_and_gets_another_secret() -> None:
 def test_a_batch_script_and_an_interactive_shell_are_no_steps(step: str) -> None:
     environ = {**BATCH_SCRIPT, "SLURM_STEP_ID": step}
     assert not is_slurm_step(environ)
-    assert slurm_nodes_without_step(environ) == 4
+    assert slurm_node_count_outside_step(environ) == 4
     with pytest.raises(UsageError, match="not a step of srun; write srun"):
         read_slurm(environ, "any")
 

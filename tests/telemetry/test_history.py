@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ripstop.model.usage import GpuSample, NodeSample, RankSample
-from ripstop.telemetry.history import MAX_POINTS, History, Point, history_interval_s, measure_history_point
+from ripstop.telemetry.history import MAX_POINTS, History, Point, history_interval_s, history_point
 
 
 @given(st.integers(min_value=0, max_value=5 * MAX_POINTS))
@@ -37,10 +37,10 @@ def test_a_point_has_the_percentiles_of_all_ranks_and_the_peaks_of_memory() -> N
     silent = RankSample(100, 1.0, 5, 1, 1, 0)
     gpus = (GpuSample(0, 0.5, 10, 40), GpuSample(1, 1.0, 30, 40), GpuSample(2))
     nodes = [NodeSample(1.0, 1, 0.0, 1, tuple(ranks[:50]), gpus), NodeSample(1.0, 1, 0.0, 1, (*ranks[50:], silent))]
-    found = measure_history_point(nodes, 0.9, 7.0)
+    found = history_point(nodes, 0.9, 7.0)
     assert found == Point(7.0, found.step_time_p50, found.step_time_p99, 0.9, 199, 0.75, 0.75)
     assert (round(found.step_time_p50 or 0, 6), round(found.step_time_p99 or 0, 6)) == (50.0, 99.0)
-    assert measure_history_point([], None, 1.0) == Point(1.0)
+    assert history_point([], None, 1.0) == Point(1.0)
 
 
 def test_large_jobs_are_sampled_less_often() -> None:

@@ -20,7 +20,7 @@ from ripstop import commit_memory, train
 from ripstop.train import content, reports
 from ripstop.train import state as state_module
 from ripstop.train.commit_buffer import CommitBuffer
-from ripstop.workers.report_socket import CommitReport, RestoreReport, read_report_socket_datagram
+from ripstop.workers.report_socket import CommitReport, RestoreReport, parse_report_datagram
 from tests.train.conftest import Agent
 
 
@@ -270,7 +270,7 @@ def test_commits_and_restores_are_reported_with_the_states_step_or_the_number_of
         del state
         gc.collect()
         assert train.State(**values).restore()
-        found = [read_report_socket_datagram(listening.recv(4096)) for _ in range(3)]
+        found = [parse_report_datagram(listening.recv(4096)) for _ in range(3)]
     first, second, restored = found
     assert isinstance(first, CommitReport) and isinstance(second, CommitReport) and isinstance(restored, RestoreReport)
     assert (first.step, first.commits) == (steps[0], 1)

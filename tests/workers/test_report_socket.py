@@ -22,7 +22,7 @@ from ripstop.workers.report_socket import (
     RestoreReport,
     WorkerHeartbeat,
     WorkerReport,
-    read_report_socket_datagram,
+    parse_report_datagram,
 )
 from ripstop.workers.state_memory import PATH_SUFFIX
 
@@ -118,7 +118,7 @@ def reports_after_a_full_queue(tmp_path: Path, code: str, count: int) -> list[Wo
             process.stdin.write(b"\n")
             process.stdin.close()
             assert process.wait(DEADLINE) == 0
-        return [read_report_socket_datagram(slow.recv(4096)) for _ in range(count)]
+        return [parse_report_datagram(slow.recv(4096)) for _ in range(count)]
 
 
 def test_the_latest_checkpoint_is_sent_when_the_queue_has_space_again(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_flood_is_read_in_bursts(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_an_invalid_datagram_is_no_report(data: bytes) -> None:
-    assert read_report_socket_datagram(data) is None
+    assert parse_report_datagram(data) is None
 
 
 @pytest.mark.parametrize("length", range(60, 108, 3))
@@ -298,4 +298,4 @@ def test_a_restore_is_reported_when_the_queue_has_space_again(tmp_path: Path) ->
     ],
 )
 def test_an_invalid_report_of_state_is_ignored(bad: dict[str, object]) -> None:
-    assert read_report_socket_datagram(json.dumps(bad).encode()) is None
+    assert parse_report_datagram(json.dumps(bad).encode()) is None

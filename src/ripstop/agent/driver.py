@@ -22,7 +22,7 @@ from ripstop.agent import machine_status
 from ripstop.agent.activity import Activity, ActivityKind, node_activity
 from ripstop.agent.activity_reporter import ActivityReporter
 from ripstop.agent.event_recorder import EventRecorder
-from ripstop.agent.health.assessment import assess_health_problems
+from ripstop.agent.health.assessment import assess_health
 from ripstop.agent.health.measurements import HealthProbe
 from ripstop.agent.machine import Agent
 from ripstop.agent.machine_io import (
@@ -172,7 +172,7 @@ class AgentDriver:
 
     def reason_not_ready(self) -> str:
         """Why this agent cannot work for its job now; "" if it can."""
-        return machine_status.machine_not_ready_status(self._machine)
+        return machine_status.status_of_unready_machine(self._machine)
 
     def _activity(self) -> tuple[Activity, bool]:
         """What this node does, and whether a live line can show it.  Only the node of rank 0 logs its steps."""
@@ -252,7 +252,7 @@ class AgentDriver:
                 has_failed = True
             else:
                 is_joining = not self._machine.passed_health_check
-                self._feed(HealthChecked(assess_health_problems(facts, limits, joining=is_joining)))
+                self._feed(HealthChecked(assess_health(facts, limits, joining=is_joining)))
             await asyncio.sleep(limits.interval)
 
     def _on_timer(self) -> None:

@@ -300,7 +300,7 @@ class Agent:
         if self.state is WorkersState.SUCCEEDED:
             why = f"all workers of this node exited 0, and no coordinator was reachable for {timeout:g} s"
             return self._exit_with(ExitAgent(0, why))
-        return self._exit_with(ExitAgent(1, machine_status.machine_gave_up_status(self, timeout)))
+        return self._exit_with(ExitAgent(1, machine_status.status_when_machine_gives_up(self, timeout)))
 
     # the store port ---------------------------------------------------------------------------------------------------
 

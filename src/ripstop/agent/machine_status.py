@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from ripstop.agent.machine import Agent
 
 
-def machine_not_ready_status(agent: "Agent") -> str:
+def status_of_unready_machine(agent: "Agent") -> str:
     """Why this node cannot work for its job now; "" while its workers run or could start immediately."""
     if agent.is_leaving():
         return "the node is leaving, or the job is over"
@@ -24,7 +24,7 @@ def machine_not_ready_status(agent: "Agent") -> str:
     return f"the node is unhealthy: {problems}" if problems else "the first health check is not complete"
 
 
-def machine_gave_up_status(agent: "Agent", timeout: float) -> str:
+def status_when_machine_gives_up(agent: "Agent", timeout: float) -> str:
     """Why the agent gives up after it could not reach a coordinator for this time."""
     error = agent.connection_error
     if agent.was_connected:

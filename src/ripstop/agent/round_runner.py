@@ -22,7 +22,7 @@ from ripstop.agent.recovery_clock import RecoveryClock
 from ripstop.agent.round_state import AgentRound
 from ripstop.agent.store_ports import StorePorts
 from ripstop.agent.worker_exits import ExitKind, WorkerExits
-from ripstop.agent.worker_specs import WorkerSpecs, open_standbys_with_worker_specs
+from ripstop.agent.worker_specs import WorkerSpecs, open_standbys_with_specs
 from ripstop.diagnostics.evidence import memory_evidence
 from ripstop.diagnostics.evidence_events import MAX_RECORDED, evidence_to_event
 from ripstop.diagnostics.hang_monitor import HangMonitor, MonitoredWorkers
@@ -82,7 +82,7 @@ class RoundRunner:
         self._loop = asyncio.get_running_loop()
         self._timers = self._open_timers(config.timer_pipe) if config.timer_pipe else None
         self._children = spawner.children.open()
-        self._standbys = open_standbys_with_worker_specs(config, spawner, environ, recorder.record, self._shadowed_spec)
+        self._standbys = open_standbys_with_specs(config, spawner, environ, recorder.record, self._shadowed_spec)
         self._spawner = self._standbys or spawner
         self._logs_source = logs_source
         if config.logs.specs:

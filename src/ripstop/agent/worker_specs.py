@@ -60,7 +60,7 @@ class WorkerSpecs(Struct, frozen=True):
         return ProcessSpec(env, self.config.entry, output, output, local_rank=local_rank)
 
 
-def open_standbys_with_worker_specs(
+def open_standbys_with_specs(
     config: RunConfig,
     spawner: WorkerSpawner,
     environ: Mapping[str, str],

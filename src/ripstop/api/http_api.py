@@ -17,10 +17,10 @@ from msgspec import Struct, ValidationError, convert, to_builtins
 from ripstop.api import routes
 from ripstop.api.job_interface import (
     JobInterface,
-    JobInterfaceQueries,
+    LimitedJobQueries,
     RequestRefused,
-    job_interface_node_of_rank,
-    query_job_interface_nodes,
+    find_job_node_of_rank,
+    query_job_nodes,
 )
 from ripstop.api.page_files import PageFiles
 from ripstop.api.replies import (
@@ -95,7 +95,7 @@ class Api:
         self._find_job = find_job
         self._authorize = authorize
         self._authorize_reader = authorize_reader  # None: `authorize`
-        self._queries = JobInterfaceQueries()
+        self._queries = LimitedJobQueries()
         self._streams = OpenStreams()
 
     def mount(self, app: web.Application) -> None:
@@ -210,7 +210,7 @@ class Api:
     async def stacks(self, call: ApiCall) -> dict[str, Any]:
         """The stacks of workers; with --hang-timeout, also the collectives they are in."""
         job, rank = self.job, call.parameters["rank"]
-        nodes = job.status().nodes_in_round if rank is None else [job_interface_node_of_rank(job.status(), rank)]
+        nodes = job.status().nodes_in_round if rank is None else [find_job_node_of_rank(job.status(), rank)]
         argument = {} if rank is None else {"rank": rank}
         stacks, unanswered = [], []
         for node, reply in await self._ask_all(job, nodes, "stacks", argument):
@@ -231,7 +231,7 @@ class Api:
             return self._queries.ask(job, node, query, argument, QUERY_TIMEOUT_S)
 
         # a query may wait for others first, and then for its reply
-        replies = await query_job_interface_nodes([node.name for node in nodes], ask_one, 2 * QUERY_TIMEOUT_S)
+        replies = await query_job_nodes([node.name for node in nodes], ask_one, 2 * QUERY_TIMEOUT_S)
         return [(node, replies[node.name]) for node in nodes]
 
     # events -----------------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class Api:
             start["offset"] = parameters["offset"]
         if parameters["follow"]:
             start["reader"] = secrets.token_hex(8)
-        node = job_interface_node_of_rank(job.status(), parameters["rank"]).name
+        node = find_job_node_of_rank(job.status(), parameters["rank"]).name
         try:
             first = await self._queries.ask(job, node, "log", start, QUERY_TIMEOUT_S)
             if not parameters["follow"]:
@@ -280,14 +280,14 @@ class Api:
         async def next_chunk(chunk: LogChunk, wait_s: float) -> LogChunk:
             nonlocal node
             if chunk["end"]:
-                node = job_interface_node_of_rank(job.status(), start["rank"]).name
+                node = find_job_node_of_rank(job.status(), start["rank"]).name
             argument = _next_http_api_log_query(start, chunk) | {"reader": start["reader"], "wait": wait_s}
             try:
                 if wait_s:
                     return await self._queries.ask_at_once(job, node, "log", argument, 2 * LOG_WAIT_S)
                 return await self._queries.ask(job, node, "log", argument, QUERY_TIMEOUT_S)
             except QueryFailed:
-                node = job_interface_node_of_rank(job.status(), start["rank"]).name
+                node = find_job_node_of_rank(job.status(), start["rank"]).name
                 raise
 
         return next_chunk
@@ -418,7 +418,7 @@ def _http_api_fault_node(status: JobStatus, fault: Fault, node: str | None) -> s
     if fault.kind.has_rank:
         if fault.rank < 0 or node is not None:
             raise InvalidRequest(f"{fault.kind} is a fault of a worker; give its rank, and no node")
-        return job_interface_node_of_rank(status, fault.rank).name
+        return find_job_node_of_rank(status, fault.rank).name
     if node is None or fault.rank >= 0:
         raise InvalidRequest(f"{fault.kind} is a fault of a node; give the node, and no rank")
     if not status.has_node(node):

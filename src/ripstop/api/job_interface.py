@@ -59,7 +59,7 @@ class RequestRefused(RipstopError):
         self.status = status
 
 
-def job_interface_node_of_rank(status: JobStatus, rank: int) -> NodeStatus:
+def find_job_node_of_rank(status: JobStatus, rank: int) -> NodeStatus:
     for node in status.nodes_in_round:
         if node.first_rank <= rank < node.first_rank + node.slots:
             return node
@@ -71,7 +71,7 @@ def job_interface_node_of_rank(status: JobStatus, rank: int) -> NodeStatus:
 # queries --------------------------------------------------------------------------------------------------------------
 
 
-class JobInterfaceQueries:
+class LimitedJobQueries:
     """Limits the queries to each node: replies share the connection of the node's heartbeats."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class JobInterfaceQueries:
         return reply
 
 
-async def query_job_interface_nodes(
+async def query_job_nodes(
     nodes: Iterable[str], ask_one: Callable[[str], Awaitable[T]], seconds: float
 ) -> dict[str, T | QueryFailed]:
     """Query many nodes concurrently; each node's reply, or the error, after at most `seconds`."""
@@ -123,13 +123,11 @@ async def query_job_interface_nodes(
             done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
-        return {
-            node: replies[node] if node in replies else _job_interface_query_timeout(node, seconds) for node in names
-        }
+        return {node: replies[node] if node in replies else _job_query_timeout(node, seconds) for node in names}
     finally:
         for task in tasks:
             task.cancel()
 
 
-def _job_interface_query_timeout(node: str, seconds: float) -> QueryFailed:
+def _job_query_timeout(node: str, seconds: float) -> QueryFailed:
     return QueryFailed(f"node {node} did not reply in {seconds:g} s; try again")

@@ -61,7 +61,7 @@ class Registration:
             self._fd = None
 
 
-def local_job_records(directory: Path) -> list[JobRecord]:
+def read_local_jobs(directory: Path) -> list[JobRecord]:
     """The records of living agents, oldest first; removes the files of dead ones."""
     records = [record for path in directory.glob("*.json") if (record := _read_local_job(path)) is not None]
     return sorted(records, key=lambda record: record.since)

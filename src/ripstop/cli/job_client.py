@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import Struct
 
 from ripstop.api import http_client
-from ripstop.api.local_jobs import JobRecord, local_job_records
+from ripstop.api.local_jobs import JobRecord, read_local_jobs
 from ripstop.api.routes import PREFIX
 from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse_flags_and_positionals
 from ripstop.model.config import COORDINATOR_PORT, Tls
@@ -147,9 +147,7 @@ def find_job_client(args: ParsedArguments, environ: Mapping[str, str]) -> JobCli
         return _job_client_at_endpoint(args, environ)
     if "--rdzv-conf" in args:
         raise UsageError("--rdzv-conf needs --endpoint; add --endpoint=HOST:PORT, or remove --rdzv-conf")
-    records = {
-        record: directory for directory in socket_directories(environ) for record in local_job_records(directory)
-    }
+    records = {record: directory for directory in socket_directories(environ) for record in read_local_jobs(directory)}
     record = _choose_record_for_job_client(list(records), args.text("--job"))
     return _job_client_of_record(record, records[record])
 

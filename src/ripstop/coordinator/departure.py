@@ -70,7 +70,7 @@ def _node_remains_after_departure(job: "Job") -> bool:
     return job.membership.ready_count() > 0
 
 
-def on_departure_commit_made(job: "Job", node: str, made: messages.FinalCommitMade) -> None:
+def on_final_commit_before_departure(job: "Job", node: str, made: messages.FinalCommitMade) -> None:
     """All workers of this node wait after the final commit, or cannot make it."""
     departure = job.departure
     if made.round != job.round or departure.round != job.round or node not in job.places:

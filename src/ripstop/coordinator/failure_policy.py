@@ -30,7 +30,7 @@ MAX_FAILURES = 256  # kept of a round
 MAX_HANGS = 16_384  # kept of a round, in short: any rank may be the suspect
 
 
-class RoundState(Struct, frozen=True):
+class RoundAtFailure(Struct, frozen=True):
     """The live round at the time of a failure."""
 
     places: Mapping[str, Place]
@@ -90,7 +90,9 @@ class FailurePolicy:
 
     # what happened ----------------------------------------------------------------------------------------------------
 
-    def on_failure(self, node: str, round: int, failures: tuple[Failure, ...], state: RoundState, now: float) -> Ruling:
+    def on_failure(
+        self, node: str, round: int, failures: tuple[Failure, ...], state: RoundAtFailure, now: float
+    ) -> Ruling:
         """A node reports failed workers."""
         self.add_failures(failures, round)
         fault = None
@@ -156,7 +158,7 @@ class FailurePolicy:
 
     # rulings ----------------------------------------------------------------------------------------------------------
 
-    def decide(self, state: RoundState, now: float) -> Ruling:
+    def decide(self, state: RoundAtFailure, now: float) -> Ruling:
         """Decide how to handle the failures of the live round."""
         if state.departing:
             return Ruling(RestartWithout(state.departing))
@@ -166,7 +168,7 @@ class FailurePolicy:
             return self._start_diagnosis(state, now)
         return self._rule_on_crash(state, now)
 
-    def review(self, state: RoundState, now: float) -> Ruling:
+    def review(self, state: RoundAtFailure, now: float) -> Ruling:
         """Decide whether a deferred failure or a diagnosis ends now."""
         if self._deferred_failure and now >= self._deferred_failure[0]:
             return Ruling(FailJob(f"{self._description()}; {self._deferred_failure[1]}"))
@@ -174,7 +176,7 @@ class FailurePolicy:
             return self._rule_on_hang(state, now)
         return Ruling()
 
-    def _start_diagnosis(self, state: RoundState, now: float) -> Ruling:
+    def _start_diagnosis(self, state: RoundAtFailure, now: float) -> Ruling:
         if self._diagnosis_end is not None:
             return Ruling()
         asked = tuple(n for n in state.places if n not in state.succeeded and n not in self._reporters)
@@ -182,20 +184,20 @@ class FailurePolicy:
         self._awaited = set(asked)
         return Ruling(Diagnose(asked))
 
-    def _rule_on_crash(self, state: RoundState, now: float) -> Ruling:
+    def _rule_on_crash(self, state: RoundAtFailure, now: float) -> Ruling:
         decision, reason, charged = self._charge(Cause.APPLICATION, state, now)
         are_victims = len(state.places) > 1 and all(looks_like_victim(f) for f in self._failures)
         if decision.allowed:
             self._refundable_at, self._unexplained_round = (now, self._round) if are_victims else (None, 0)
             first = None if are_victims else root_cause(self._failures)
-            fault = (_node_blamed_by_policy(first.rank, state.places), self._description()) if first else None
+            fault = (_node_of_failed_rank(first.rank, state.places), self._description()) if first else None
             return Ruling(Restart(RoundEndCause.APPLICATION, reason, decision.delay), fault, (charged,))
         if are_victims:
             self._deferred_failure = (now + PEER_LOSS_TIMEOUT_S, decision.why)
             return Ruling(events=(charged,))
         return Ruling(FailJob(reason), events=(charged,))
 
-    def _rule_on_hang(self, state: RoundState, now: float) -> Ruling:
+    def _rule_on_hang(self, state: RoundAtFailure, now: float) -> Ruling:
         self._diagnosis_end = None
         hangs = hangs_among(self._failures, self._round)
         suspects = tuple(sorted(suspect_ranks(hangs)))
@@ -206,10 +208,10 @@ class FailurePolicy:
         fault = None
         if len(suspects) == 1:
             self.mark_explained()
-            fault = (_node_blamed_by_policy(suspects[0], state.places), f"rank {suspects[0]} hung")
+            fault = (_node_of_failed_rank(suspects[0], state.places), f"rank {suspects[0]} hung")
         return Ruling(Restart(RoundEndCause.INFRASTRUCTURE, reason, decision.delay), fault, events)
 
-    def _charge(self, cause: Cause, state: RoundState, now: float) -> tuple[RestartDecision, str, BudgetCharged]:
+    def _charge(self, cause: Cause, state: RoundAtFailure, now: float) -> tuple[RestartDecision, str, BudgetCharged]:
         decision = self.restarts.charge(now, cause, early=state.is_early)
         reason = f"{self._description()}; {decision.why}"
         used, limit = self.restarts.spent(cause, now), self.restarts.limit(cause)
@@ -235,6 +237,6 @@ class FailurePolicy:
             self._diagnosis_end = max(self._diagnosis_end, now + PEER_LOSS_TIMEOUT_S)
 
 
-def _node_blamed_by_policy(rank: int, places: Mapping[str, Place]) -> str:
+def _node_of_failed_rank(rank: int, places: Mapping[str, Place]) -> str:
     """The node that has this global rank; empty when no node has it."""
     return next((n for n, p in places.items() if p.first_rank <= rank < p.first_rank + p.slots), "")

@@ -159,7 +159,7 @@ class Job:
             case Phase.CLOSING:
                 times.append(job_end.job_end_report_deadline(self))
             case Phase.CLOSED:
-                times = [job_end.end_deadline(self)]
+                times = [job_end.job_end_deadline(self)]
         return min((t for t in times if t > self._now), default=None)
 
     def status(self, now: float) -> JobStatus:
@@ -201,7 +201,7 @@ class Job:
                 self._on_leaving(node, why, now)
                 departure.begin_departure(self, node, message)
             case messages.FinalCommitMade():
-                departure.on_departure_commit_made(self, node, message)
+                departure.on_final_commit_before_departure(self, node, message)
             case messages.StateLost(round, why) if round == self.round and node in self.places:
                 if self.phase in (Phase.RUNNING, Phase.RECOVERING):
                     self.end_round(RoundEndCause.STATE_LOST, why, now)
@@ -303,9 +303,9 @@ class Job:
         ruling = self.failure_policy.on_failure(node, round, failures, self._round_state(now), now)
         self._apply(ruling, now)
 
-    def _round_state(self, now: float) -> failure_policy.RoundState:
+    def _round_state(self, now: float) -> failure_policy.RoundAtFailure:
         leaving = (n for n in self.liveness.leaving if n in self.places)
-        return failure_policy.RoundState(
+        return failure_policy.RoundAtFailure(
             self.places,
             self.succeeded,
             departing=(*self.liveness.disconnected, *leaving),

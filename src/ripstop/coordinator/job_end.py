@@ -55,7 +55,7 @@ def report_job_end(job: "Job", now: float) -> None:
 def finish_job_end(job: "Job", now: float) -> None:
     """End the coordinator's work once all nodes have left, or their time is over."""
     assert job.report is not None
-    if not job.is_ended and (not job.members or now >= end_deadline(job)):
+    if not job.is_ended and (not job.members or now >= job_end_deadline(job)):
         job.is_ended = True
         job.commands.append(JobEnded(job.report))
 
@@ -64,7 +64,7 @@ def job_end_report_deadline(job: "Job") -> float:
     return job.phase_since + job.settings.timing.shutdown + FINAL_REPORT_TIMEOUT_S
 
 
-def end_deadline(job: "Job") -> float:
+def job_end_deadline(job: "Job") -> float:
     return job.phase_since + FINAL_REPORT_TIMEOUT_S
 
 

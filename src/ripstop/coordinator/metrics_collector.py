@@ -15,14 +15,14 @@ from contextlib import suppress
 
 from msgspec import Struct
 
-from ripstop.api.job_interface import query_job_interface_nodes
+from ripstop.api.job_interface import query_job_nodes
 from ripstop.api.replies import GpuColumns, RankColumns, Usage
 from ripstop.coordinator.driver import Coordinator
 from ripstop.model.errors import ProtocolError, QueryFailed
 from ripstop.model.status import JobStatus
 from ripstop.model.usage import NodeSample, StepSample
 from ripstop.protocol.codec import decode_protocol_record
-from ripstop.telemetry.history import measure_history_point
+from ripstop.telemetry.history import history_point
 from ripstop.telemetry.metrics import Totals
 
 STEP_TIMEOUT_S = 0.5  # for the node whose steps count: a status must not wait longer
@@ -66,7 +66,7 @@ class MetricsCollector:
         collection = await self._current()
         goodput = self._coordinator.totals.goodput
         ratio = goodput.spent(collection.at).ratio if goodput.has_steps else None
-        self._coordinator.history.add(measure_history_point(collection.samples.values(), ratio, collection.at))
+        self._coordinator.history.add(history_point(collection.samples.values(), ratio, collection.at))
         self._coordinator.on_samples(collection.status.round, collection.samples)
 
     async def progress(self) -> tuple[float, float | None]:
@@ -112,7 +112,7 @@ class MetricsCollector:
             except ProtocolError as error:
                 raise QueryFailed(f"the reply of node {node} cannot be read: {error}") from error
 
-        replies = await query_job_interface_nodes(nodes, ask, ALL_NODES_TIMEOUT_S)
+        replies = await query_job_nodes(nodes, ask, ALL_NODES_TIMEOUT_S)
         return {node: reply for node, reply in replies.items() if isinstance(reply, NodeSample)}
 
 

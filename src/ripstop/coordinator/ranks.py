@@ -47,7 +47,7 @@ def order(candidates: Sequence[Candidate], by: RankBy = RankBy.JOIN) -> list[Nod
 
 def _ranked_by_own_numbers(nodes: Sequence[Node]) -> list[Node] | None:
     """The nodes by their numbers, if those are exactly 0 … n-1 (rule 5)."""
-    found = sorted(nodes, key=_rank_order_by_number)
+    found = sorted(nodes, key=_rank_sort_key_by_number)
     return found if [node.number for node in found] == list(range(len(found))) else None
 
 
@@ -72,20 +72,20 @@ def denied_ranks(candidates: Sequence[Candidate], nodes: Sequence[Node]) -> Iter
 # sort keys of new nodes -----------------------------------------------------------------------------------------------
 
 
-def _rank_order_by_address(node: Node) -> tuple[int, int, Any]:
+def _rank_sort_key_by_address(node: Node) -> tuple[int, int, Any]:
     """IPv4 before IPv6 before names, so that neighbours in the network are neighbours in rank."""
     try:
         ip = ip_address(node.host.partition("%")[0])
     except ValueError:
-        return 9, 0, _natural_rank_order(node.host)
+        return 9, 0, _natural_rank_sort_key(node.host)
     return ip.version, int(ip), ()
 
 
-def _rank_order_by_number(node: Node) -> tuple[bool, int]:
+def _rank_sort_key_by_number(node: Node) -> tuple[bool, int]:
     return node.number is None, node.number or 0
 
 
-def _natural_rank_order(text: str) -> list[tuple[int, str]]:
+def _natural_rank_sort_key(text: str) -> list[tuple[int, str]]:
     """Sorts rack9 before rack10: digits compare as numbers, without the conversion of a long text to an int."""
     parts = re.findall(r"[0-9]+|[^0-9]+", text)
     return [(len(part.lstrip("0")), part.lstrip("0")) if part[0] in "0123456789" else (-1, part) for part in parts]
@@ -93,9 +93,9 @@ def _natural_rank_order(text: str) -> list[tuple[int, str]]:
 
 _KEYS: dict[RankBy, Callable[[Node], Any]] = {
     RankBy.JOIN: lambda node: 0,
-    RankBy.ADDRESS: _rank_order_by_address,
-    RankBy.SLOT: _rank_order_by_number,
-    RankBy.LABEL: lambda node: _natural_rank_order(node.label),
+    RankBy.ADDRESS: _rank_sort_key_by_address,
+    RankBy.SLOT: _rank_sort_key_by_number,
+    RankBy.LABEL: lambda node: _natural_rank_sort_key(node.label),
 }
 
 

@@ -10,13 +10,14 @@ voter has promised.  Rules:
     outgoing voters if a change is pending.  Before the first round it needs all addresses.  Its own agent must not be
     bound to another candidate, even if its agent is not a voter: before the first round, the other candidate may count
     this address.
-3.  The office ends, by its own clock, before voters may promise to another: the majorities of rule 2 must have renewed
-    it.  The time counts from the moment a renewal was requested, and is shorter than the lease by `LEASE_MARGIN`.
+3.  The leadership ends, by its own clock, before voters may promise to another: the majorities of rule 2 must have
+    renewed it.  The time counts from the moment a renewal was requested, and is shorter than the lease by
+    `LEASE_MARGIN`.
 4.  A new coordinator first makes the electorate that it inherited its own: a majority confirms it in the new epoch.  It
     changes nothing before that.
 5.  A round is committed, and only then announced, when a majority of its voters and a majority of the voters before it
     have confirmed it.  One change is pending at a time.  It begins when a majority of the new voters has renewed the
-    office, so that the office does not end with it.  A round that ends before that is withdrawn.
+    leadership, so that the leadership does not end with it.  A round that ends before that is withdrawn.
 6.  A node that has left is no voter any more, without a vote: it followed this coordinator, so it has promised nobody a
     higher epoch, and it never promises again.  So all majorities still overlap.
 7.  A coordinator that meets a higher epoch asks its voters for one above it.  It steps down if that epoch has a
@@ -31,7 +32,16 @@ from msgspec.structs import replace
 from ripstop.election.voter import Voter
 from ripstop.model.electorate import MAX_VOTERS, Electorate
 from ripstop.model.round import Address
-from ripstop.protocol.messages import Canvass, Follow, FromCoordinator, Office, Promise, Redirect, Renew, Renewed
+from ripstop.protocol.messages import (
+    Follow,
+    FromCoordinator,
+    LeaderElected,
+    Promise,
+    Redirect,
+    Renew,
+    Renewed,
+    RequestPromise,
+)
 
 LEASE_MARGIN = 0.1  # fraction of a lease: for clocks of different speed
 RENEWALS_A_LEASE = 4
@@ -75,26 +85,26 @@ CandidateCommand = SendTo | Lead | StepDown | Announce
 
 
 class Candidate:
-    """The candidacy and the office of one agent; see the rules above."""
+    """The candidacy and the leadership of one agent; see the rules above."""
 
     def __init__(self, node: str, voter: Voter, lease: float) -> None:
-        self.epoch = 0  # of the office, or of the last one
-        self.in_office = False
-        self.electorate = voter.electorate  # the newest known; in office, the own one
+        self.epoch = 0  # of the leadership, or of the last one
+        self.is_leader = False
+        self.electorate = voter.electorate  # the newest known; of a leader, its own
         self._node = node
         self._voter = voter  # of this agent
         self._lease = lease
         self._leader: Address | None = None  # of another coordinator, which this agent follows
         self._contacts: dict[str, Follow] = {}  # agents that are connected here
-        self._canvassed = 0  # the epoch that is asked for; 0: none
+        self._requested_epoch = 0  # the epoch that is asked for; 0: none
         self._promises: dict[str, Promise] = {}
         self._renewed_at: dict[str, float] = {}  # of a voter: when the renewal that it confirmed was requested
-        self._office_end = float("-inf")  # unless it is renewed
-        self._seats: dict[str, str] = {}  # of voters that have renewed
+        self._leadership_end = float("-inf")  # unless it is renewed
+        self._listed_addresses: dict[str, str] = {}  # of voters that have renewed
         self._confirmed: set[str] = set()  # voters that have this version of the electorate
         self._is_settled = False  # a majority has it (rule 4)
         self._proposal: tuple[int, tuple[str, ...]] | None = None  # a round that waits for the pending change
-        self._asked: set[str] = set()  # nodes of that round that were asked to renew the office
+        self._asked: set[str] = set()  # nodes of that round that were asked to renew the leadership
         self._announced = 0
         self._number = 0
         self._requests: dict[int, tuple[float, tuple[int, int]]] = {}  # by number: time, and version
@@ -107,14 +117,14 @@ class Candidate:
         match message:
             case Follow():
                 return out + self._on_follow(node, message, now)
-            case Promise(epoch, number) if epoch == self._canvassed and node in self._contacts:
+            case Promise(epoch, number) if epoch == self._requested_epoch and node in self._contacts:
                 if number in self._requests:
                     self._promises[node] = message
                     return out + self._count_promises(now)
-            case Renewed(epoch, number) if self.in_office and epoch == self.epoch and number in self._requests:
+            case Renewed(epoch, number) if self.is_leader and epoch == self.epoch and number in self._requests:
                 requested_at, version = self._requests[number]
                 self._renewed_at[node] = max(requested_at, self._renewed_at.get(node, requested_at))
-                self._extend_office()
+                self._extend_leadership()
                 if version == self.electorate.version:
                     self._confirmed.add(node)
                 return out + self._commit(now) + self._settle(now)
@@ -125,22 +135,22 @@ class Candidate:
         self._promises.pop(node, None)
         self._confirmed.discard(node)  # it confirms again over its next connection, if it has not forgotten
         if node not in (*self.electorate.voters, *self.electorate.outgoing) and not self.electorate.is_first:
-            self._seats.pop(node, None)
+            self._listed_addresses.pop(node, None)
             self._renewed_at.pop(node, None)
 
     def on_leader(self, address: Address | None, now: float) -> list[CandidateCommand]:
         """This agent follows another coordinator at this address, or none."""
         self._leader = address
-        if address is None or self.in_office:
+        if address is None or self.is_leader:
             return self._consider(now)
-        self._stop_canvass()
+        self._stop_requests()
         return [SendTo(node, Redirect(address)) for node in self._contacts]
 
     def propose(self, round: int, nodes: Iterable[str], now: float) -> list[CandidateCommand]:
         """The coordinator has formed a round; `Announce` follows when it is committed."""
         self._proposal = (round, tuple(nodes)[:MAX_VOTERS])
         self._asked = set()
-        return self._settle(now) if self.in_office else []
+        return self._settle(now) if self.is_leader else []
 
     def withdraw(self) -> int:
         """The coordinator has ended the round that it proposed: it is not committed, unless its change has begun.
@@ -155,20 +165,20 @@ class Candidate:
         voters = tuple(n for n in self.electorate.voters if n != node)
         outgoing = tuple(n for n in self.electorate.outgoing if n != node)
         is_voter = (voters, outgoing) != (self.electorate.voters, self.electorate.outgoing)
-        if not self.in_office or not is_voter or not voters:
+        if not self.is_leader or not is_voter or not voters:
             return []
         return self._change(replace(self.electorate, voters=voters, outgoing=outgoing), now)
 
     def on_tick(self, now: float) -> list[CandidateCommand]:
-        if self.in_office and now >= self._office_end:
+        if self.is_leader and now >= self._leadership_end:
             return self._step_down("most voters did not renew their promises in time")
-        if self._canvassed and not self.in_office and not self._is_electable():
-            self._stop_canvass()  # rule 1
+        if self._requested_epoch and not self.is_leader and not self._is_electable():
+            self._stop_requests()  # rule 1
         if now < self._next_request:
             return []
-        if self.in_office:
+        if self.is_leader:
             return self._request_renewals(now)
-        if self._canvassed:
+        if self._requested_epoch:
             self._next_request = now + self._lease / RENEWALS_A_LEASE
             return [command for node in self._contacts for command in self._ask(node, now)]
         return []
@@ -178,11 +188,11 @@ class Candidate:
     @property
     def highest_epoch(self) -> int:
         """The highest epoch that this agent knows."""
-        return max(self.epoch, self.electorate.epoch, self._canvassed, self._voter.promised)
+        return max(self.epoch, self.electorate.epoch, self._requested_epoch, self._voter.promised)
 
-    def holds_office(self, now: float) -> bool:
+    def holds_leadership(self, now: float) -> bool:
         """Whether the coordinator may decide."""
-        return self.in_office and now < self._office_end
+        return self.is_leader and now < self._leadership_end
 
     @property
     def is_settled(self) -> bool:
@@ -191,9 +201,9 @@ class Candidate:
 
     def deadline(self) -> float | None:
         """The time of the next `on_tick`, if one is needed."""
-        if self.in_office:
-            return min(self._next_request, self._office_end)
-        return self._next_request if self._canvassed else None
+        if self.is_leader:
+            return min(self._next_request, self._leadership_end)
+        return self._next_request if self._requested_epoch else None
 
     def missing(self) -> list[str]:
         """The addresses without an agent, before the first round."""
@@ -203,22 +213,22 @@ class Candidate:
 
     def _on_follow(self, node: str, follow: Follow, now: float) -> list[CandidateCommand]:
         self._contacts[node] = follow
-        if follow.seat:
-            self._seats[node] = follow.seat
+        if follow.listed_address:
+            self._listed_addresses[node] = follow.listed_address
         if follow.electorate.version > self.electorate.version:
             self._learn(follow.electorate)
-            if self.in_office:
+            if self.is_leader:
                 return self._step_down(f"node {node} knows a newer coordinator")  # rule 7
-        if self.in_office and self._least_epoch(follow) > self.epoch:
-            return self._canvass(max(self._least_epoch(follow), self._canvassed), now)  # rule 7
-        if self.in_office:
+        if self.is_leader and self._least_epoch(follow) > self.epoch:
+            return self._request_promises(max(self._least_epoch(follow), self._requested_epoch), now)  # rule 7
+        if self.is_leader:
             self._confirmed.discard(node)
-            return [SendTo(node, Office(self.epoch, self._node)), *self._request_renewal(node, now)]
+            return [SendTo(node, LeaderElected(self.epoch, self._node)), *self._request_renewal(node, now)]
         if self._leader is not None:
             return [SendTo(node, Redirect(self._leader))]
-        was_asked = self._canvassed
+        was_asked = self._requested_epoch
         out = self._consider(now)
-        if self._canvassed != was_asked:
+        if self._requested_epoch != was_asked:
             return out
         return self._ask(node, now)
 
@@ -228,67 +238,67 @@ class Candidate:
 
     def _consider(self, now: float) -> list[CandidateCommand]:
         """Ask for promises if that may succeed (rule 1)."""
-        if self.in_office or self._leader is not None:
+        if self.is_leader or self._leader is not None:
             return []
         if not self._is_electable():
-            self._stop_canvass()
+            self._stop_requests()
             return []
         least = max(self.epoch + 1, self.electorate.epoch + 1, *map(self._least_epoch, self._contacts.values()))
-        return [] if self._canvassed >= least else self._canvass(least, now)
+        return [] if self._requested_epoch >= least else self._request_promises(least, now)
 
     def _is_electable(self) -> bool:
         return self.electorate.can_elect(self._names(self._contacts))
 
-    def _canvass(self, epoch: int, now: float) -> list[CandidateCommand]:
-        if epoch != self._canvassed:
+    def _request_promises(self, epoch: int, now: float) -> list[CandidateCommand]:
+        if epoch != self._requested_epoch:
             self._promises = {}
-        self._canvassed = epoch
-        if not self.in_office:
+        self._requested_epoch = epoch
+        if not self.is_leader:
             self._next_request = now + self._lease / RENEWALS_A_LEASE
         return [command for node in self._contacts for command in self._ask(node, now)]
 
     def _ask(self, node: str, now: float) -> list[CandidateCommand]:
-        if not self._canvassed or node not in self._contacts:
+        if not self._requested_epoch or node not in self._contacts:
             return []
-        return [SendTo(node, Canvass(self._canvassed, self._request(now), self._node))]
+        return [SendTo(node, RequestPromise(self._requested_epoch, self._request(now), self._node))]
 
-    def _stop_canvass(self) -> None:
-        self._canvassed = 0
+    def _stop_requests(self) -> None:
+        self._requested_epoch = 0
         self._promises = {}
 
     def _count_promises(self, now: float) -> list[CandidateCommand]:
         newest = max((promise.electorate for promise in self._promises.values()), key=lambda e: e.version)
         if newest.version > self.electorate.version:
-            if self.in_office:
+            if self.is_leader:
                 return self._step_down("a voter knows a newer coordinator")
             self._learn(newest)
         known, names = self.electorate, self._names(self._promises)
-        if not (known.has_majority(names) if self.in_office else known.can_elect(names)):
+        if not (known.has_majority(names) if self.is_leader else known.can_elect(names)):
             return []
-        if not self.in_office and self._voter.is_bound_to_another(self._node, now):
+        if not self.is_leader and self._voter.is_bound_to_another(self._node, now):
             return []  # rule 2; it asks again
-        return self._take_office(now)
+        return self._become_leader(now)
 
-    def _take_office(self, now: float) -> list[CandidateCommand]:
-        was_in_office, promises = self.in_office, self._promises
+    def _become_leader(self, now: float) -> list[CandidateCommand]:
+        was_leader, promises = self.is_leader, self._promises
         renewed_at = {node: self._requests[p.number][0] for node, p in promises.items() if p.number in self._requests}
-        self._renewed_at = self._renewed_at | renewed_at if was_in_office else renewed_at
-        self.epoch = self._canvassed
-        self._stop_canvass()
-        self.in_office = True
-        self._extend_office()
-        if now >= self._office_end:
+        self._renewed_at = self._renewed_at | renewed_at if was_leader else renewed_at
+        self.epoch = self._requested_epoch
+        self._stop_requests()
+        self.is_leader = True
+        self._extend_leadership()
+        if now >= self._leadership_end:
             return self._step_down("it was elected too late")  # rule 3
         out: list[CandidateCommand] = []
-        if not was_in_office:
+        if not was_leader:
             self._announced, self._proposal = self.electorate.round, None
             former = next((p.former for p in promises.values() if p.former in self.electorate.voters), "")
             is_lost = bool(former) and all(p.is_lost for p in promises.values() if p.former == former)
             out.append(Lead(self.epoch, self.electorate.round, former, is_lost))
-        out += [SendTo(node, Office(self.epoch, self._node)) for node in self._contacts]
+        out += [SendTo(node, LeaderElected(self.epoch, self._node)) for node in self._contacts]
         return out + self._change(self.electorate, now)  # rule 4
 
-    # office -----------------------------------------------------------------------------------------------------------
+    # leadership -------------------------------------------------------------------------------------------------------
 
     def _change(self, electorate: Electorate, now: float) -> list[CandidateCommand]:
         """Begin a new version of the electorate; voters confirm it with their next renewal."""
@@ -330,7 +340,7 @@ class Candidate:
     def _request_renewal(self, node: str, now: float) -> list[CandidateCommand]:
         proposed = self._proposal[1] if self._proposal else ()
         voters = (*self.electorate.voters, *self.electorate.outgoing, *proposed)
-        if node not in voters and self._seats.get(node) not in voters:
+        if node not in voters and self._listed_addresses.get(node) not in voters:
             return []
         electorate = None if node in self._confirmed else self.electorate
         return [SendTo(node, Renew(self.epoch, self._request(now), electorate))]
@@ -342,37 +352,37 @@ class Candidate:
             del self._requests[next(iter(self._requests))]
         return self._number
 
-    def _extend_office(self) -> None:
-        """The office ends when no majority of voters is bound any more (rule 3)."""
+    def _extend_leadership(self) -> None:
+        """The leadership ends when no majority of voters is bound any more (rule 3)."""
         both = (self.electorate.voters, self.electorate.outgoing)
-        self._office_end = min(self._bound_until(voters) for voters in both if voters)
+        self._leadership_end = min(self._bound_until(voters) for voters in both if voters)
 
     def _bound_until(self, voters: Sequence[str]) -> float:
         """The time until which a majority of these is bound to this coordinator."""
         times, never = dict(self._renewed_at), float("-inf")
         for node, at in self._renewed_at.items():
-            if seat := self._seats.get(node):
-                times[seat] = max(at, times.get(seat, never))
+            if listed_address := self._listed_addresses.get(node):
+                times[listed_address] = max(at, times.get(listed_address, never))
         renewed = sorted((times.get(voter, never) for voter in voters), reverse=True)
         return renewed[len(voters) // 2] + self._lease * (1 - LEASE_MARGIN)
 
     def _step_down(self, why: str) -> list[CandidateCommand]:
-        self._stop_canvass()
+        self._stop_requests()
         self._contacts = {}
         self._proposal = None
-        if not self.in_office:
+        if not self.is_leader:
             return []
-        self.in_office = False
+        self.is_leader = False
         return [StepDown(why)]
 
     def _learn(self, electorate: Electorate) -> None:
         """The agent's voter learns it too: no other candidate may be elected without it."""
         self.electorate = electorate
         self._voter.learn(electorate)
-        if self.in_office:
-            self._extend_office()
+        if self.is_leader:
+            self._extend_leadership()
 
     def _names(self, nodes: Collection[str]) -> set[str]:
         """The names under which these nodes vote: their own, and the addresses at which they listen."""
-        seats = self._seats
-        return {*nodes, *(seats[node] for node in nodes if node in seats)}
+        listed_addresses = self._listed_addresses
+        return {*nodes, *(listed_addresses[node] for node in nodes if node in listed_addresses)}

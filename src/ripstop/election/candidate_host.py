@@ -1,7 +1,7 @@
-"""The port of a candidate: executes the decisions of `candidate.py`, and runs the coordinator while it is in office.
+"""The port of a candidate: executes the decisions of `candidate.py`, and runs the coordinator while it is elected.
 
-An agent that connects here first sends `Follow`.  Its other messages go to the coordinator after `Office` was sent to
-it.  The same server serves candidates and the coordinator, so an elected agent needs no new port or connection.
+An agent that connects here first sends `Follow`.  Its other messages go to the coordinator after `LeaderElected` was
+sent to it.  The same server serves candidates and the coordinator, so an elected agent needs no new port or connection.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from ripstop.model.events import Sink
 from ripstop.model.failure import JobEnd
 from ripstop.model.round import Address
 from ripstop.protocol.limits import is_name_within_limits, max_round_within_limits
-from ripstop.protocol.messages import Follow, FromAgent, FromCoordinator, Left, Office, Promise, Renewed
+from ripstop.protocol.messages import Follow, FromAgent, FromCoordinator, LeaderElected, Left, Promise, Renewed
 from ripstop.system.linux import boot_time
 
 log = logging.getLogger("ripstop.coordinator")
@@ -56,7 +56,7 @@ class CandidateHostPeer:
 
 
 class CandidateHost:
-    """A candidate and, in office, the coordinator.  `on_leader` is called when that begins and ends.
+    """A candidate and, while it is elected, the coordinator.  `on_leader` is called when that begins and ends.
 
     `failed` gets the exception if the coordinator has a defect.
     """
@@ -66,7 +66,7 @@ class CandidateHost:
         settings: JobSettings,
         *,
         node: str,
-        seat: Address,
+        listed_address: Address,
         voter: Voter,
         sinks: Iterable[Sink],
         on_leader: Callable[[Address | None, Coordinator | None], None],
@@ -77,8 +77,8 @@ class CandidateHost:
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[JobEnd] = self._loop.create_future()
         self._candidate = Candidate(node, voter, settings.timing.lease)
-        self._seat = seat
-        self._seats = frozenset(voter.electorate.voters)  # the addresses of --rdzv-endpoint
+        self._listed_address = listed_address
+        self._listed_addresses = frozenset(voter.electorate.voters)  # the addresses of --rdzv-endpoint
         self._sinks = tuple(sinks)
         self._on_leader = on_leader
         self._failed = failed
@@ -110,7 +110,11 @@ class CandidateHost:
         match message:
             case Follow(epoch=epoch, electorate=electorate) | Promise(epoch=epoch, electorate=electorate):
                 _check_electorate_for_candidate_host(electorate, epoch, self._candidate)
-                if isinstance(message, Follow) and message.seat and message.seat not in self._seats:
+                if (
+                    isinstance(message, Follow)
+                    and message.listed_address
+                    and message.listed_address not in self._listed_addresses
+                ):
                     raise ProtocolError("the address of a voter must be one of --rdzv-endpoint, this one is not")
                 self._execute(self._candidate.on_message(peer.node, message, boot_time()))
                 self._log_missing_later()
@@ -157,7 +161,7 @@ class CandidateHost:
                 case SendTo(node, message):
                     if (peer := self._peers.get(node)) is not None:
                         peer.send(message)
-                        if isinstance(message, Office):
+                        if isinstance(message, LeaderElected):
                             self._admit(peer)
                 case Lead():
                     self._lead(command)
@@ -168,7 +172,7 @@ class CandidateHost:
                     log.warning("the coordinator in this agent steps down: %s", why)
                     self._stop_leading()
         self._arm()
-        if self._candidate.is_settled or not self._candidate.in_office:
+        if self._candidate.is_settled or not self._candidate.is_leader:
             self._settled.set()
         else:
             self._settled.clear()
@@ -180,7 +184,7 @@ class CandidateHost:
     def _lead(self, lead: Lead) -> None:
         coordinator = Coordinator(
             self.settings,
-            lambda: self._candidate.holds_office(boot_time()),
+            lambda: self._candidate.holds_leadership(boot_time()),
             self._sinks,
             predecessor=Predecessor(lead.round, lead.former, lead.is_lost),
             propose=self._propose,
@@ -188,8 +192,13 @@ class CandidateHost:
         )
         self.coordinator = coordinator
         coordinator.ended.add_done_callback(self._on_ended)
-        log.info("elected: the coordinator of job=%s is at %s epoch=%d", self.settings.run_id, self._seat, lead.epoch)
-        self._on_leader(self._seat, coordinator)
+        log.info(
+            "elected: the coordinator of job=%s is at %s epoch=%d",
+            self.settings.run_id,
+            self._listed_address,
+            lead.epoch,
+        )
+        self._on_leader(self._listed_address, coordinator)
 
     def _propose(self, round: int, nodes: tuple[str, ...]) -> None:
         self._execute(self._candidate.propose(round, nodes, boot_time()))
@@ -229,7 +238,7 @@ class CandidateHost:
             self._missing_timer = self._loop.call_later(MISSING_LOG_DELAY_S, self._log_missing)
 
     def _log_missing(self) -> None:
-        if self._candidate.electorate.is_first and not self._candidate.in_office and self._peers:
+        if self._candidate.electorate.is_first and not self._candidate.is_leader and self._peers:
             missing = ", ".join(self._candidate.missing())
             log.info("the first election needs a reply from every address of --rdzv-endpoint; missing: %s", missing)
 

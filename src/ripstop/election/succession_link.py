@@ -20,7 +20,16 @@ from ripstop.model.config import Tls
 from ripstop.model.electorate import first_electorate
 from ripstop.model.events import Sink
 from ripstop.model.round import Address
-from ripstop.protocol.messages import Canvass, Closed, FromAgent, FromCoordinator, Office, Promise, Redirect, Renew
+from ripstop.protocol.messages import (
+    Closed,
+    FromAgent,
+    FromCoordinator,
+    LeaderElected,
+    Promise,
+    Redirect,
+    Renew,
+    RequestPromise,
+)
 from ripstop.protocol.pacing import reconnect_spread_s
 from ripstop.system.linux import boot_time
 from ripstop.transport.endpoint import Bound
@@ -59,18 +68,20 @@ class SuccessionLink:
         self._on_leader = on_leader
         self._tls = client_context(tls) if tls else None
         lease = settings.timing.lease
-        seat = bound.seat if bound is not None else None
-        self._voter = Voter(first_electorate(map(str, self._addresses)), lease, str(seat) if seat else "")
+        listed_address = bound.listed_address if bound is not None else None
+        self._voter = Voter(
+            first_electorate(map(str, self._addresses)), lease, str(listed_address) if listed_address else ""
+        )
         self._search = Search(len(self._addresses), lease)
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self._host: CandidateHost | None = None
         self._server: Server | None = None
-        self._seat = seat
-        if bound is not None and seat is not None:
+        self._listed_address = listed_address
+        if bound is not None and listed_address is not None:
             self._host = CandidateHost(
                 settings,
                 node=node,
-                seat=seat,
+                listed_address=listed_address,
                 voter=self._voter,
                 sinks=sinks,
                 on_leader=on_leader,
@@ -81,8 +92,8 @@ class SuccessionLink:
                 self._host,
                 token=token,
                 tls=server_context(tls) if tls else None,
-                endpoint_host=seat.host,
-                seat=str(seat),
+                endpoint_host=listed_address.host,
+                listed_address=str(listed_address),
             )
         self._listener: Listener | None = None
         self._link: WebSocketLink | None = None
@@ -163,7 +174,7 @@ class SuccessionLink:
             max_nodes=self._settings.max_nodes,
             tls=self._tls,
             handshake_timeout=max(self._settings.timing.lease, MIN_HANDSHAKE_TIMEOUT_S),
-            seat=str(self._addresses[self._search.target]),
+            listed_address=str(self._addresses[self._search.target]),
             is_elected=True,
             on_failed=lambda failure: self._on_failed(link, failure),
         )
@@ -236,11 +247,11 @@ class SuccessionLink:
         if link is not self._link or self._listener is None:
             return
         match message:
-            case Canvass(node=node) | Office(node=node):
+            case RequestPromise(node=node) | LeaderElected(node=node):
                 target = self._search.target
                 if self._leader is not None and self._leader[0] == target and self._leader[1] != node:
                     self._voter.on_gone(self._leader[1])  # another process listens at its address
-                if isinstance(message, Office):
+                if isinstance(message, LeaderElected):
                     self._leader = (target, node)
                 self._execute(link, self._voter.on(message, boot_time()))
             case Renew():
@@ -284,7 +295,7 @@ class SuccessionLink:
         self._search.on_accepted()
         if self._next_timer is not None:
             self._next_timer.cancel()
-        is_own = address == self._seat
+        is_own = address == self._listed_address
         if self._host is not None:
             self._host.follow(None if is_own else address)
         if not is_own:

@@ -13,7 +13,7 @@ Every agent of a job with successors has one, also the agent of a candidate.  Ru
 from msgspec import Struct
 
 from ripstop.model.electorate import Electorate
-from ripstop.protocol.messages import Canvass, Follow, FromAgent, Office, Promise, Renew, Renewed
+from ripstop.protocol.messages import Follow, FromAgent, LeaderElected, Promise, Renew, Renewed, RequestPromise
 
 
 class Reply(Struct, frozen=True):
@@ -30,27 +30,30 @@ VoterCommand = Reply | Accept
 
 
 class Voter:
-    """The promises of one agent.  `seat` is the address of `--rdzv-endpoint` at which it listens, or empty."""
+    """The promises of one agent.
 
-    def __init__(self, first: Electorate, lease: float, seat: str = "") -> None:
+    `listed_address` is the address of `--rdzv-endpoint` at which it listens, or empty.
+    """
+
+    def __init__(self, first: Electorate, lease: float, listed_address: str = "") -> None:
         self.electorate = first
         self.promised = 0  # the highest epoch
         self.promised_to = ""  # the candidate of that epoch
         self._former, self._is_lost = "", False  # the coordinator that this agent followed last
         self._bound_until = float("-inf")
         self._lease = lease
-        self._seat = seat
-        self._wants_canvass = False  # a candidate asked while this voter was bound
+        self._listed_address = listed_address
+        self._was_asked_while_bound = False  # a candidate asked while this voter was bound
 
     def follow(self) -> Follow:
         """The first message over a connection, and the reply to a candidate whose epoch is too low."""
-        return Follow(self.promised, self.promised_to, self.electorate, self._seat)
+        return Follow(self.promised, self.promised_to, self.electorate, self._listed_address)
 
-    def on(self, message: Canvass | Office | Renew, now: float) -> list[VoterCommand]:
+    def on(self, message: RequestPromise | LeaderElected | Renew, now: float) -> list[VoterCommand]:
         match message:
-            case Canvass(epoch, number, node):
-                return self._on_canvass(epoch, number, node, now)
-            case Office(epoch, node):
+            case RequestPromise(epoch, number, node):
+                return self._on_promise_request(epoch, number, node, now)
+            case LeaderElected(epoch, node):
                 if epoch < self.promised or (epoch == self.promised and node != self.promised_to):
                     return [Reply(self.follow())]  # rule 1; the coordinator asks for a higher epoch
                 self.promised, self.promised_to = epoch, node
@@ -76,10 +79,10 @@ class Voter:
             self._is_lost = True
 
     def on_tick(self, now: float) -> list[VoterCommand]:
-        """The binding may be over: ask the candidate to canvass again."""
-        if not self._wants_canvass or now < self._bound_until:
+        """The binding may be over: the candidate may ask again."""
+        if not self._was_asked_while_bound or now < self._bound_until:
             return []
-        self._wants_canvass = False
+        self._was_asked_while_bound = False
         return [Reply(self.follow())]
 
     def is_bound_to_another(self, node: str, now: float) -> bool:
@@ -88,20 +91,20 @@ class Voter:
 
     def deadline(self) -> float | None:
         """The time of the next `on_tick`, if one is needed."""
-        return self._bound_until if self._wants_canvass else None
+        return self._bound_until if self._was_asked_while_bound else None
 
     def on_disconnected(self) -> None:
-        self._wants_canvass = False
+        self._was_asked_while_bound = False
 
-    def _on_canvass(self, epoch: int, number: int, node: str, now: float) -> list[VoterCommand]:
+    def _on_promise_request(self, epoch: int, number: int, node: str, now: float) -> list[VoterCommand]:
         if epoch < self.promised or (epoch == self.promised and node != self.promised_to):
             return [Reply(self.follow())]  # rule 1
         if self.is_bound_to_another(node, now):
-            self._wants_canvass = True
+            self._was_asked_while_bound = True
             return []  # rule 2
         self.promised, self.promised_to = epoch, node
         self._bound_until = now + self._lease
-        self._wants_canvass = False
+        self._was_asked_while_bound = False
         former = self._former if self._former != node else ""
         return [Reply(Promise(epoch, number, self.electorate, former, self._is_lost))]
 

@@ -1,6 +1,6 @@
 """The electorate of a job: the agents whose promises make a coordinator, and the rule of the majority.  Pure data.
 
-Without etcd, a coordinator holds its office by the promises of the last round's members (`election/candidate.py`).
+Without etcd, a coordinator stays elected by the promises of the last round's members (`election/candidate.py`).
 Every voter keeps the newest electorate that a coordinator sent to it, and gives it to the next one.
 """
 
@@ -16,7 +16,7 @@ MAX_VOTERS = 63  # members of a round that vote, the lowest ranks: messages and 
 class Electorate(Struct, frozen=True, forbid_unknown_fields=True):
     """Who votes.  A higher `version` replaces a lower one.
 
-    `epoch` is the office of the coordinator that sent it, `serial` counts its changes, `round` is the newest round.
+    `epoch` is that of the coordinator that sent it, `serial` counts its changes, `round` is the newest round.
     While the change to the voters of a new round is pending, `outgoing` has the voters before it, and every decision
     needs a majority of both.  Before the first round, the voters are the addresses of `--rdzv-endpoint` (`is_first`).
     """

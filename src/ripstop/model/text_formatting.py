@@ -55,11 +55,11 @@ def truncate_middle(text: str, max_bytes: int) -> str:
 def truncate_columns(text: str, width: int) -> str:
     """The beginning of a text on one line, in at most `width` columns."""
     text = one_line(" ".join(text.split()))
-    if sum(map(_columns_of_formatted_text, text)) <= width:
+    if sum(map(_columns_of_formatted_character, text)) <= width:
         return text
     used = 1  # for the ellipsis
     for end, character in enumerate(text):
-        used += _columns_of_formatted_text(character)
+        used += _columns_of_formatted_character(character)
         if used > width:
             return f"{text[:end]}…"
     return text
@@ -72,7 +72,7 @@ def wrapped_lines(text: str, width: int) -> list[str]:
     return wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
 
 
-def _columns_of_formatted_text(character: str) -> int:
+def _columns_of_formatted_character(character: str) -> int:
     """At least the columns that a terminal uses for this character; wide ones begin at U+1100."""
     return 2 if character >= "\u1100" and character not in "…–’" else 1
 

@@ -7,7 +7,7 @@
 3. A message about a round has the round's number.
 4. A `Join` has the agent's complete state.  So a message that is lost with a connection does no harm, and a coordinator
    that has just started learns the job from its agents.
-5. In a job with successors (`election/`), the agent sends `Follow` before its `Join`, and joins after `Office`.
+5. In a job with successors (`election/`), the agent sends `Follow` before its `Join`, and joins after `LeaderElected`.
 """
 
 from enum import StrEnum
@@ -240,17 +240,17 @@ class Follow(ProtocolMessage, frozen=True):
     """The agent looks for a coordinator.
 
     `epoch` is the highest that it has promised, and `candidate` the node to which.  `electorate` is the newest that it
-    knows, and `seat` the address of `--rdzv-endpoint` at which it listens, if any.
+    knows, and `listed_address` the address of `--rdzv-endpoint` at which it listens, if any.
     """
 
     epoch: Int64
     candidate: str
     electorate: Electorate
-    seat: str = ""
+    listed_address: str = ""
 
 
 class Promise(ProtocolMessage, frozen=True):
-    """Reply to `Canvass`: the agent will never follow a lower epoch, and for one lease no other candidate.
+    """Reply to `RequestPromise`: the agent will never follow a lower epoch, and for one lease no other candidate.
 
     `former` is the coordinator that it followed before; `is_lost`: that process has ended, or sent nothing for a lease.
     """
@@ -344,7 +344,7 @@ class Closed(ProtocolMessage, frozen=True):
 # succession: candidate or coordinator → agent -------------------------------------------------------------------------
 
 
-class Canvass(ProtocolMessage, frozen=True):
+class RequestPromise(ProtocolMessage, frozen=True):
     """This node wants to be the coordinator in this epoch.  The reply has the same number."""
 
     epoch: Int64
@@ -352,7 +352,7 @@ class Canvass(ProtocolMessage, frozen=True):
     node: str
 
 
-class Office(ProtocolMessage, frozen=True):
+class LeaderElected(ProtocolMessage, frozen=True):
     """This node is the coordinator in this epoch: the agent sends its `Join`."""
 
     epoch: Int64
@@ -380,7 +380,7 @@ FromAgent = (
 )  # fmt: skip
 FromCoordinator = (
     Assign | StandBy | Drain | MakeFinalCommit | Inspect | Query | Replicate | Closing | Closed | Rejected | Heartbeat
-    | Remember | Canvass | Office | Redirect | Renew
+    | Remember | RequestPromise | LeaderElected | Redirect | Renew
 )  # fmt: skip
 Message = Handshake | FromAgent | FromCoordinator
 

@@ -13,13 +13,16 @@ from msgspec import Struct
 
 
 class SecretProofExchange(Struct, frozen=True):
-    """The values of one handshake that both sides have.  `seat` is the dialed address of several, or empty."""
+    """The values of one handshake that both sides have.
+
+    `listed_address` is the address that the agent dialed, in a job with several addresses; otherwise empty.
+    """
 
     run_id: str
     node: str
     coordinator_nonce: str
     agent_nonce: str
-    seat: str = ""
+    listed_address: str = ""
 
     def agent_proof(self, token: str) -> str:
         return self._proof(token, "agent")
@@ -28,8 +31,10 @@ class SecretProofExchange(Struct, frozen=True):
         return self._proof(token, "coordinator")
 
     def _proof(self, token: str, prover: str) -> str:
-        seat = [self.seat] if self.seat else []
-        return _secret_mac(token, prover, self.run_id, self.node, self.coordinator_nonce, self.agent_nonce, *seat)
+        listed_address = [self.listed_address] if self.listed_address else []
+        return _secret_mac(
+            token, prover, self.run_id, self.node, self.coordinator_nonce, self.agent_nonce, *listed_address
+        )
 
 
 class ReplicaSecretProofExchange(Struct, frozen=True):

@@ -33,7 +33,7 @@ def is_slurm_step(environ: Mapping[str, str]) -> bool:
     return bool(number) and not is_special
 
 
-def slurm_nodes_without_step(environ: Mapping[str, str]) -> int:
+def slurm_node_count_outside_step(environ: Mapping[str, str]) -> int:
     """The number of nodes of the Slurm job, if this process is in a job and in no step of srun; otherwise 0."""
     count = environ.get("SLURM_JOB_NUM_NODES", "")
     if is_slurm_step(environ) or not environ.get("SLURM_JOB_ID") or not (count.isascii() and count.isdigit()):

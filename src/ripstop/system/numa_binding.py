@@ -66,14 +66,14 @@ def _binding(option: str, mode: Numa, topology: Topology, gpu_nodes: Sequence[in
             socket = min(near, key=lambda cpu: cpu.number).socket
             chosen = [cpu for cpu in topology.cpus if cpu.socket == socket]
         case Numa.EXCLUSIVE:
-            chosen = _numa_binding_share(option, near, gpus, gpu)
+            chosen = _exclusive_binding_cpus(option, near, gpus, gpu)
         case Numa.CORE_COMPLEX:
-            chosen = _numa_binding_complex(near, gpus.index(gpu))
+            chosen = _core_complex_binding_cpus(near, gpus.index(gpu))
     numbers = tuple(sorted(cpu.number for cpu in chosen))
     return Binding(numbers, node if node in topology.memory else None)
 
 
-def _numa_binding_share(option: str, near: Sequence[Cpu], gpus: Sequence[int], gpu: int) -> list[Cpu]:
+def _exclusive_binding_cpus(option: str, near: Sequence[Cpu], gpus: Sequence[int], gpu: int) -> list[Cpu]:
     """The cores of a node, divided among its GPUs into contiguous parts."""
     cores = sorted({cpu.core for cpu in near})
     each, left = divmod(len(cores), len(gpus))
@@ -88,7 +88,7 @@ def _numa_binding_share(option: str, near: Sequence[Cpu], gpus: Sequence[int], g
     return [cpu for cpu in near if cpu.core in mine]
 
 
-def _numa_binding_complex(near: Sequence[Cpu], place: int) -> list[Cpu]:
+def _core_complex_binding_cpus(near: Sequence[Cpu], place: int) -> list[Cpu]:
     """One cache's processors, the largest groups first; with more GPUs than groups, groups are reused."""
     groups: dict[int, list[Cpu]] = {}
     for cpu in near:

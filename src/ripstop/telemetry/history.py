@@ -67,7 +67,7 @@ def history_interval_s(nodes: int) -> float:
     return max(FIRST_INTERVAL_S, nodes / NODES_PER_SECOND)
 
 
-def measure_history_point(samples: Iterable[NodeSample], goodput: float | None, at: float) -> Point:
+def history_point(samples: Iterable[NodeSample], goodput: float | None, at: float) -> Point:
     """One point from the samples of all nodes."""
     nodes = list(samples)
     times = sorted(1 / rank.steps_per_second for node in nodes for rank in node.ranks if rank.steps_per_second)

@@ -137,7 +137,7 @@ def _commits_to_agree_on(held: Mapping[Commit, Mapping[int, object]], world_size
     return commits
 
 
-def _agreeing_ranks_by_node(holdings: Sequence[Holding]) -> dict[int, list[int]]:
+def _holding_ranks_by_node(holdings: Sequence[Holding]) -> dict[int, list[int]]:
     ranks: dict[int, list[int]] = {}
     for rank, holding in enumerate(holdings):
         ranks.setdefault(holding.node, []).append(rank)
@@ -147,7 +147,7 @@ def _agreeing_ranks_by_node(holdings: Sequence[Holding]) -> dict[int, list[int]]
 def _agreed_restore(commit: Commit, held: Mapping[int, set[int]], holdings: Sequence[Holding], skipped: str) -> Restore:
     """Which shard each rank loads, and the transfers: no node receives a shard twice, and givers take turns."""
     there = {shard: set(nodes) for shard, nodes in held.items()}
-    ranks, given = _agreeing_ranks_by_node(holdings), [0] * len(holdings)
+    ranks, given = _holding_ranks_by_node(holdings), [0] * len(holdings)
     shards, transfers = [], []
     for rank, holding in enumerate(holdings):
         local = [shard for shard in sorted(there) if holding.node in there[shard]]
@@ -165,13 +165,13 @@ def _agreed_restore(commit: Commit, held: Mapping[int, set[int]], holdings: Sequ
 
 
 def _agreed_shard_holders(held: Mapping[int, set[int]], holdings: Sequence[Holding]) -> tuple[tuple[int, ...], ...]:
-    ranks = _agreeing_ranks_by_node(holdings)
+    ranks = _holding_ranks_by_node(holdings)
     return tuple(tuple(rank for node in sorted(held[shard]) for rank in ranks[node]) for shard in sorted(held))
 
 
 def _shards_compared_to_agree(held: Mapping[int, set[int]], holdings: Sequence[Holding]) -> tuple[tuple[int, ...], ...]:
     """The shards whose digests each rank computes: each shard once, evenly."""
-    ranks = _agreeing_ranks_by_node(holdings)
+    ranks = _holding_ranks_by_node(holdings)
     work: list[list[int]] = [[] for _ in holdings]
     for shard in sorted(held):
         rank = min((r for node in held[shard] for r in ranks[node]), key=lambda rank: (len(work[rank]), rank))

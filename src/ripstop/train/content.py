@@ -156,7 +156,7 @@ def snapshot(values: Mapping[str, Any]) -> Snapshot:
     components = {name: _content_component(name, value, tensors) for name, value in values.items()}
     layout, host_offset, end = _content_layout(tensors.found)
     data = pickle.dumps(
-        (layout, components, _content_broadcast_from_rank_0(values, tensors.found)), pickle.HIGHEST_PROTOCOL
+        (layout, components, _broadcast_content_numbers(values, tensors.found)), pickle.HIGHEST_PROTOCOL
     )
     return Snapshot(tensors.found, layout, components, host_offset, end, data)
 
@@ -404,7 +404,7 @@ def _canonical_content_pickle(data: bytes) -> bytes:
     return file.getvalue()
 
 
-def _content_broadcast_from_rank_0(values: Mapping[str, Any], tensors: list[torch.Tensor]) -> set[int]:
+def _broadcast_content_numbers(values: Mapping[str, Any], tensors: list[torch.Tensor]) -> set[int]:
     """The tensors that differ between ranks without meaning: DDP overwrites them with those of rank 0 at each step."""
     from torch.nn.parallel import DistributedDataParallel
 

@@ -64,7 +64,7 @@ class RestorableShard(NamedTuple):
         return AgreementOffer(self.commit, self.header.rank, bool(flags & IS_REPLICATED), bool(flags & IS_SHARDED))
 
 
-class AllRestorableShards(NamedTuple):
+class RestorableShardSet(NamedTuple):
     """A commit whose sharding is not that of this round."""
 
     commit: Commit
@@ -162,7 +162,7 @@ class Restoring:
             return None
         return RestorableShard(kept_for, slot, buffer, header)
 
-    def find(self, values: Mapping[str, Any]) -> RestorableShard | AllRestorableShards | ReshardedCheckpoint | None:
+    def find(self, values: Mapping[str, Any]) -> RestorableShard | RestorableShardSet | ReshardedCheckpoint | None:
         """What this rank is to load; None if there is nothing.  A shard is in this node's memory from now on.
 
         `values` are those of the State: their sharding decides whether a rank can load its own shard.
@@ -339,7 +339,7 @@ class Restoring:
             self._adopt_received(decision.commit)
         return problem
 
-    def _all_shards(self, decision: Restore) -> AllRestorableShards:
+    def _all_shards(self, decision: Restore) -> RestorableShardSet:
         """Connect to the holders of shards that this node does not have, and let others connect."""
         self._is_shared = True
         givers = {
@@ -372,7 +372,7 @@ class Restoring:
             sources.append(PeerSource(receiver, shard))
             pickles.append(receiver.read_bytes(shard, header.pickle_offset, header.pickle_size))
             self.source = "peer"
-        return AllRestorableShards(decision.commit, [content.StoredContent(None, data) for data in pickles], sources)
+        return RestorableShardSet(decision.commit, [content.StoredContent(None, data) for data in pickles], sources)
 
     def _header(self, commit: Commit, shard: int, receiver: TransferReceiver) -> CommitHeader:
         header = unpack_commit_header(receiver.read_bytes(shard, 0, HEAD_BYTES), self._run)

@@ -145,7 +145,7 @@ class Part(NamedTuple):
 
 def _save_part(path: Path, shards: dict[int, Shard]) -> Part:
     """Write the files of this node."""
-    state, names, opaque, sharded = _content_that_saver_writes(shards)
+    state, names, opaque, sharded = _content_to_save(shards)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP's about a single process
         planner = DefaultSavePlanner()
@@ -228,7 +228,7 @@ def _not_saved_with_two_contents(name: str) -> NotSaved:
     )
 
 
-def _content_that_saver_writes(
+def _content_to_save(
     shards: dict[int, Shard],
 ) -> tuple[dict[str, Any], dict[int, list[str]], list[str], dict[str, ShardedTensorParts]]:
     """What to write, the names of each rank's tensors in it, what is opaque, and the sharded tensors in it."""

@@ -87,19 +87,19 @@ def sharded_leaves(structure: Any, kind: type, path: Path = ()) -> Iterator[tupl
             yield from sharded_leaves(value, kind, (*path, str(number)))
 
 
-def _sharded_leaves_replaced(structure: Any, tensors: Tensors, path: Path = ()) -> Any:
+def _replace_sharded_leaves(structure: Any, tensors: Tensors, path: Path = ()) -> Any:
     """The structure, with tensors instead of leaves; dicts and lists are changed in place."""
     if isinstance(structure, Leaf):
         return tensors[path]
     if isinstance(structure, dict):
         for key, value in structure.items():
-            structure[key] = _sharded_leaves_replaced(value, tensors, (*path, str(key)))
+            structure[key] = _replace_sharded_leaves(value, tensors, (*path, str(key)))
     elif isinstance(structure, list):
         for number, value in enumerate(structure):
-            structure[number] = _sharded_leaves_replaced(value, tensors, (*path, str(number)))
+            structure[number] = _replace_sharded_leaves(value, tensors, (*path, str(number)))
     elif type(structure) is tuple:
         return tuple(
-            _sharded_leaves_replaced(value, tensors, (*path, str(number))) for number, value in enumerate(structure)
+            _replace_sharded_leaves(value, tensors, (*path, str(number))) for number, value in enumerate(structure)
         )
     return structure
 
@@ -117,7 +117,7 @@ def load_with_live_sharding(
     )
     with torch.no_grad():
         fill(targets)
-    found = _sharded_leaves_replaced(structure, targets)
+    found = _replace_sharded_leaves(structure, targets)
     if not is_stateful:
         return found
     live.load_state_dict(found)

@@ -46,9 +46,14 @@ class AgentAuthentication:
     """The coordinator's side, for one job."""
 
     def __init__(
-        self, settings: JobSettings, has_ended: Callable[[], bool], token: str, rejections: RejectionLog, seat: str = ""
+        self,
+        settings: JobSettings,
+        has_ended: Callable[[], bool],
+        token: str,
+        rejections: RejectionLog,
+        listed_address: str = "",
     ) -> None:
-        self._seat = seat  # this server's address, if the job has several
+        self._listed_address = listed_address  # this server's address, if the job has several
         self._run_id = settings.run_id
         self._lease = settings.timing.lease
         self._has_ended = has_ended
@@ -87,13 +92,15 @@ class AgentAuthentication:
         if rejected := self._check(hello, challenge.nonce):
             self._log(host, hello, rejected)
             return rejected
-        exchange = secret.SecretProofExchange(hello.run_id, hello.node, challenge.nonce, hello.nonce, self._seat)
+        exchange = secret.SecretProofExchange(
+            hello.run_id, hello.node, challenge.nonce, hello.nonce, self._listed_address
+        )
         return hello.node, Welcome(exchange.coordinator_proof(self._token), self._lease, time.time())
 
     def _check(self, hello: Hello, challenge: str) -> Rejected | None:
         if not all(text and is_name_within_limits(text) for text in (hello.run_id, hello.node, hello.nonce)):
             return Rejected(f"a run id, a node id and a nonce are text of 1 to {MAX_NAME} characters, these are not")
-        exchange = secret.SecretProofExchange(hello.run_id, hello.node, challenge, hello.nonce, self._seat)
+        exchange = secret.SecretProofExchange(hello.run_id, hello.node, challenge, hello.nonce, self._listed_address)
         has_secret = secret.proofs_match(hello.proof, exchange.agent_proof(self._token))
         if hello.run_id != self._run_id:
             name = f"job {self._run_id!r}" if has_secret and self._token else "another job"  # rule 4

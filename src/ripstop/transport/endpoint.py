@@ -29,7 +29,7 @@ class Bound(Struct, frozen=True):
 
     listening: socket.socket
     note: str = ""  # a warning for the user
-    seat: Address | None = None  # the endpoint's address, if it has several
+    listed_address: Address | None = None  # the endpoint's address, if it has several
 
     @property
     def address(self) -> Address:
@@ -66,14 +66,14 @@ def bind_endpoint(
 
 
 def bind_first_endpoint(
-    seats: Sequence[Address], *, required: bool = False, own_address: str | None = None
+    listed_addresses: Sequence[Address], *, required: bool = False, own_address: str | None = None
 ) -> Bound | None:
     """Listen at the first of these addresses that this machine has and nobody uses; None if there is none."""
-    for seat in seats:
-        if (bound := bind_endpoint(seat, own_address=own_address)) is not None:
-            return replace(bound, seat=seat)
+    for listed_address in listed_addresses:
+        if (bound := bind_endpoint(listed_address, own_address=own_address)) is not None:
+            return replace(bound, listed_address=listed_address)
     if required:
-        names = ", ".join(map(str, seats))
+        names = ", ".join(map(str, listed_addresses))
         raise UsageError(f"is_host=1: this node must listen at one of {names}, and cannot; leave is_host out")
     return None
 

@@ -50,7 +50,7 @@ class Server:
         tls: ssl.SSLContext | None = None,
         serves_agents: bool = True,
         endpoint_host: str = "",
-        seat: str = "",
+        listed_address: str = "",
     ) -> None:
         self._listening = listening
         self._host = agent_host
@@ -59,7 +59,7 @@ class Server:
         self._rejections = RejectionLog()
         self._unauthenticated = UnauthenticatedConnections(agent_host.settings.max_nodes, self._rejections)
         self._authentication = AgentAuthentication(
-            agent_host.settings, agent_host.ended.done, token, self._rejections, seat
+            agent_host.settings, agent_host.ended.done, token, self._rejections, listed_address
         )
         api_token = secret.api_token_from_secret(token, agent_host.settings.run_id) if token else ""
         self._authorization = ApiAuthorization(api_token, tls, endpoint_host, self._unauthenticated)
@@ -75,8 +75,8 @@ class Server:
         if self._serves_agents:
             app.router.add_get(AGENT_PATH, self._late_agent_request)
         Api(lambda: self._host.job, self._authorization.operator, self._authorization.metrics_reader).mount(app)
-        app.router.add_get("/healthz", _transport_server_healthz)
-        app.router.add_route("*", "/{path:.*}", _transport_server_not_found)
+        app.router.add_get("/healthz", _serve_healthz)
+        app.router.add_route("*", "/{path:.*}", _serve_not_found)
         logger = logging.Logger("ripstop.coordinator.http", logging.DEBUG)  # has no parent: prints nothing by itself
         logger.addHandler(self._rejections)
         self._runner = web.AppRunner(
@@ -227,18 +227,18 @@ class Server:
         why = f"{AGENT_PATH} must be the first request of a connection"
         if request.remote is not None:
             self._rejections.log(request.remote, why, kind="http")
-        return _transport_server_plain_response(400, why)
+        return _plain_server_response(400, why)
 
 
-async def _transport_server_healthz(_: web.Request) -> web.Response:
-    return _transport_server_plain_response(200, "ok")
+async def _serve_healthz(_: web.Request) -> web.Response:
+    return _plain_server_response(200, "ok")
 
 
-async def _transport_server_not_found(_: web.Request) -> web.Response:
-    return _transport_server_plain_response(404, "not found")
+async def _serve_not_found(_: web.Request) -> web.Response:
+    return _plain_server_response(404, "not found")
 
 
-def _transport_server_plain_response(status: int, text: str) -> web.Response:
+def _plain_server_response(status: int, text: str) -> web.Response:
     response = web.Response(status=status, text=text)
     response.force_close()
     return response

@@ -49,11 +49,11 @@ def _context(side: int, tls: Tls) -> ssl.SSLContext:
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     if tls.cert is not None:
-        context.load_cert_chain(tls.cert, tls.key, password=_no_tls_key_password)
+        context.load_cert_chain(tls.cert, tls.key, password=_refuse_tls_key_password)
     return context
 
 
-def _no_tls_key_password() -> str:
+def _refuse_tls_key_password() -> str:
     raise UsageError("tls_key: is encrypted, and ripstop cannot ask for its password; give a key without one")
 
 
@@ -126,7 +126,7 @@ def _tls_peer_context(tls: Tls, cert: Path) -> ssl.SSLContext:
     if tls.ca is None:
         context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
     else:
-        context.load_cert_chain(cert, tls.key, password=_no_tls_key_password)
+        context.load_cert_chain(cert, tls.key, password=_refuse_tls_key_password)
     return context
 
 

@@ -81,16 +81,16 @@ class WebSocketLink:
         max_nodes: int,
         tls: ssl.SSLContext | None = None,
         handshake_timeout: float = websocket.HANDSHAKE_TIMEOUT_S,
-        seat: str = "",
+        listed_address: str = "",
         is_elected: bool = False,
         on_failed: Callable[[ConnectFailure], None] = lambda _failure: None,
     ) -> None:
         """`on_failed` is called after each attempt before the first connection that fails.
 
-        `seat` is this endpoint's name in a job with several addresses, which both sides prove to mean.  `is_elected`:
-        another coordinator can replace this one.
+        `listed_address` is this endpoint's address in a job with several addresses; the proofs contain it.
+        `is_elected`: another coordinator can replace this one.
         """
-        self._seat = seat
+        self._listed_address = listed_address
         self._loop = asyncio.get_running_loop()
         self._endpoint = endpoint
         self._run_id = run_id
@@ -244,7 +244,9 @@ class WebSocketLink:
             received_at = time.monotonic()
         except VersionMismatch as error:
             raise self._rejection(str(error)) from error
-        exchange = secret.SecretProofExchange(hello.run_id, hello.node, challenge.nonce, hello.nonce, self._seat)
+        exchange = secret.SecretProofExchange(
+            hello.run_id, hello.node, challenge.nonce, hello.nonce, self._listed_address
+        )
         if not secret.proofs_match(welcome.proof, exchange.coordinator_proof(self._token)):
             raise self._rejection("it does not have the job's secret; set the same RIPSTOP_TOKEN on every node")
         if not 0 < welcome.lease < 86400:
@@ -253,7 +255,9 @@ class WebSocketLink:
         self._clock_offset = (sent_at + received_at) / 2 - welcome.time
 
     def _hello(self, challenge: str) -> Hello:
-        exchange = secret.SecretProofExchange(self._run_id, self._node, challenge, secrets.token_hex(16), self._seat)
+        exchange = secret.SecretProofExchange(
+            self._run_id, self._node, challenge, secrets.token_hex(16), self._listed_address
+        )
         return Hello(self._run_id, self._node, exchange.agent_nonce, exchange.agent_proof(self._token))
 
     async def _expect(self, ws: aiohttp.ClientWebSocketResponse, kind: type[Expected]) -> Expected:

@@ -160,7 +160,7 @@ class ReportSocket:
                 log.warning("workers cannot report progress any more: %s", error)
                 self._loop.remove_reader(self._socket)
                 return
-            report = read_report_socket_datagram(data)
+            report = parse_report_datagram(data)
             for level, kind, value in ancillary:
                 if report and (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
                     self._on_report(_CREDENTIALS.unpack(value[: _CREDENTIALS.size])[0], report)
@@ -236,7 +236,7 @@ def _report_socket_machine_id() -> str:
     return f"{crc32(os.fsencode(os.uname().nodename)):08x}"
 
 
-def read_report_socket_datagram(data: bytes) -> WorkerReport | None:
+def parse_report_datagram(data: bytes) -> WorkerReport | None:
     """The report in a datagram; None if it is invalid."""
     if len(data) > MAX_DATAGRAM_BYTES:
         return None
@@ -245,36 +245,28 @@ def read_report_socket_datagram(data: bytes) -> WorkerReport | None:
     except (ValueError, RecursionError):
         return None
     match value:
-        case {"beat": int(count), "step": None} if _is_report_socket_number(count):
+        case {"beat": int(count), "step": None} if _is_reported_number(count):
             return WorkerHeartbeat(None, count)
-        case {"beat": int(count), "step": int(step)} if _is_report_socket_number(count) and _is_report_socket_number(
-            step
-        ):
+        case {"beat": int(count), "step": int(step)} if _is_reported_number(count) and _is_reported_number(step):
             return WorkerHeartbeat(step, count)
-        case {"saved": int(step), "path": str(path)} if _is_report_socket_number(step):
+        case {"saved": int(step), "path": str(path)} if _is_reported_number(step):
             return CheckpointReport(step, path)
         case {"commits": int(n), "step": int(step), "bytes": int(size), "stall": float(stall), "age": float(age)}:
-            if all(map(_is_report_socket_number, (n, step, size))) and all(
-                map(_is_report_socket_duration, (stall, age))
-            ):
+            if all(map(_is_reported_number, (n, step, size))) and all(map(_is_reported_duration, (stall, age))):
                 return CommitReport(step, n, size, stall, age)
         case {"restored": str(source), "step": int(step), "seconds": float(seconds)}:
-            if source in RESTORE_SOURCES and _is_report_socket_number(step) and _is_report_socket_duration(seconds):
+            if source in RESTORE_SOURCES and _is_reported_number(step) and _is_reported_duration(seconds):
                 return RestoreReport(source, step, seconds)
         case {"profile": int(count), "period": float(period), "arrivals": list(arrivals), "waiting": waiting}:
             times = [period, *arrivals, *([] if waiting is None else [waiting])]
-            if (
-                _is_report_socket_number(count)
-                and len(arrivals) <= MAX_ARRIVALS
-                and all(map(_is_report_socket_duration, times))
-            ):
+            if _is_reported_number(count) and len(arrivals) <= MAX_ARRIVALS and all(map(_is_reported_duration, times)):
                 return StepProfile(count, period, tuple(arrivals), waiting)
     return None
 
 
-def _is_report_socket_number(number: int) -> bool:
+def _is_reported_number(number: int) -> bool:
     return not isinstance(number, bool) and 0 <= number < MAX_STEP
 
 
-def _is_report_socket_duration(seconds: Any) -> bool:
+def _is_reported_duration(seconds: Any) -> bool:
     return isinstance(seconds, float) and 0 <= seconds < MAX_SECONDS

@@ -236,7 +236,7 @@ class Spawner:
             self._launch()
         seconds = 0.0
         while self._ready is None:
-            match await receive_spawner_message(self._socket):
+            match await receive_from_spawned(self._socket):
                 case None if self._start is StartMethod.ZYGOTE and self._preload is None and not self._plans:
                     self._reap()  # an import of the script's has ended it
                     self._try_again({"careful": True})
@@ -302,8 +302,8 @@ class Spawner:
         pids: list[int] = []
         try:
             async with asyncio.timeout(_FORK_TIMEOUT_S):
-                await send_spawner_message(self._socket, [self.request(spec) for spec in specs], fds)
-                match await receive_spawner_message(self._socket):
+                await send_to_spawned(self._socket, [self.request(spec) for spec in specs], fds)
+                match await receive_from_spawned(self._socket):
                     case None:
                         return None
                     case {"changed": path}:
@@ -319,8 +319,8 @@ class Spawner:
                         pids = forked
                 for pid in pids:
                     self.children.claim(pid)
-                await send_spawner_message(self._socket, "go")
-                if await receive_spawner_message(self._socket) is not None:
+                await send_to_spawned(self._socket, "go")
+                if await receive_from_spawned(self._socket) is not None:
                     return pids
         except TimeoutError:
             os.kill(self._pid, signal.SIGKILL)
@@ -360,7 +360,7 @@ class Spawner:
 # messages -------------------------------------------------------------------------------------------------------------
 
 
-async def send_spawner_message(channel_socket: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
+async def send_to_spawned(channel_socket: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
     from asyncio import get_running_loop
 
     frame = channel.encode_channel_message(message)
@@ -370,7 +370,7 @@ async def send_spawner_message(channel_socket: socket.socket, message: Any, fds:
     await get_running_loop().sock_sendall(channel_socket, frame)
 
 
-async def receive_spawner_message(channel_socket: socket.socket) -> Any:
+async def receive_from_spawned(channel_socket: socket.socket) -> Any:
     """The next message of the zygote or a standby; None if it has ended."""
     head = await _read_spawner_bytes(channel_socket, channel.LENGTH_BYTES)
     body = await _read_spawner_bytes(channel_socket, int.from_bytes(head, "big")) if head else b""

@@ -35,8 +35,8 @@ from ripstop.workers.spawner import (
     ProcessSpec,
     Spawner,
     WaitAsStandby,
-    receive_spawner_message,
-    send_spawner_message,
+    receive_from_spawned,
+    send_to_spawned,
     wait_for_spawned_pids,
 )
 from ripstop.workers.zygote.channel import CHECK, encode_channel_message
@@ -218,7 +218,7 @@ class Standbys:
             self._end(process)  # the zygote was so slow that the policy has given it up
             return
         self._processes[rank] = process
-        match await receive_spawner_message(process.control):
+        match await receive_from_spawned(process.control):
             case {"ready": {"memory": memory, "gpu_memory": gpu_memory}}:
                 process.was_ready, process.memory, process.gpu_memory = True, memory, gpu_memory
                 await self._accept_ready_standby(process)
@@ -357,8 +357,8 @@ class Standbys:
         reply = None
         with suppress(TimeoutError, OSError):
             async with asyncio.timeout(TAKE_TIMEOUT_S):
-                await send_spawner_message(process.control, self._spawner.request(spec))
-                reply = await receive_spawner_message(process.control)
+                await send_to_spawned(process.control, self._spawner.request(spec))
+                reply = await receive_from_spawned(process.control)
         if reply == "taken":
             self.children.spared.discard(process.pid)
             self._forget(process)

@@ -118,13 +118,13 @@ def _open_round_store_sockets(host: str, port: int) -> tuple[socket.socket, sock
     """A listening socket, and one that reserves the next port."""
     for _ in range(1 if port else _PAIR_ATTEMPTS):
         listener = _listen_for_store(host, port)
-        if (reserved := _bind_after_round_store(listener)) is not None or port:
+        if (reserved := _reserve_port_next_to_store(listener)) is not None or port:
             return listener, reserved
         listener.close()
     return _listen_for_store(host, port), None
 
 
-def _bind_after_round_store(listener: socket.socket) -> socket.socket | None:
+def _reserve_port_next_to_store(listener: socket.socket) -> socket.socket | None:
     address, port, *rest = listener.getsockname()
     try:
         reserved = socket.socket(listener.family, socket.SOCK_STREAM)

@@ -54,9 +54,9 @@ class HealthProblem(Struct, frozen=True):
     text: str
 
 
-def assess_health_problems(facts: HealthFacts, limits: HealthLimits, *, joining: bool) -> tuple[HealthProblem, ...]:
+def assess_health(facts: HealthFacts, limits: HealthLimits, *, joining: bool) -> tuple[HealthProblem, ...]:
     """All problems of this node."""
-    found = [_assess_full_disk(disk, limits.min_disk) for disk in facts.disks if disk.free < limits.min_disk]
+    found = [_health_problem_of_full_disk(disk, limits.min_disk) for disk in facts.disks if disk.free < limits.min_disk]
     found += [
         HealthProblem(f"timeout {what}", f"the check of the {what} timed out: a driver or a file server hangs")
         for what in facts.timed_out
@@ -71,13 +71,13 @@ def assess_health_problems(facts: HealthFacts, limits: HealthLimits, *, joining:
         for uuid in _missing_gpus(facts)
     ]
     if joining and limits.max_skew and facts.skew is not None and abs(facts.skew) > limits.max_skew:
-        found.append(_assess_clock_skew(facts.skew, limits.max_skew))
+        found.append(_health_problem_of_clock_skew(facts.skew, limits.max_skew))
     if facts.command is not None and facts.command.code != 0:
-        found.append(_assess_failed_command(facts.command, limits))
+        found.append(_health_problem_of_failed_command(facts.command, limits))
     return tuple(found)
 
 
-def _assess_full_disk(disk: Disk, min_free: int) -> HealthProblem:
+def _health_problem_of_full_disk(disk: Disk, min_free: int) -> HealthProblem:
     return HealthProblem(
         f"disk {disk.use}",
         f"{disk.path} ({disk.use}) needs {format_bytes(min_free)} free and has {format_bytes(disk.free)}; "
@@ -92,7 +92,7 @@ def _missing_gpus(facts: HealthFacts) -> list[str]:
     return missing[sum(not gpu.uuid for gpu in facts.gpus) :]
 
 
-def _assess_clock_skew(skew: float, max_skew: float) -> HealthProblem:
+def _health_problem_of_clock_skew(skew: float, max_skew: float) -> HealthProblem:
     side = "ahead of" if skew > 0 else "behind"
     return HealthProblem(
         "clock",
@@ -101,7 +101,7 @@ def _assess_clock_skew(skew: float, max_skew: float) -> HealthProblem:
     )
 
 
-def _assess_failed_command(result: CommandResult, limits: HealthLimits) -> HealthProblem:
+def _health_problem_of_failed_command(result: CommandResult, limits: HealthLimits) -> HealthProblem:
     name = limits.command[0]
     if result.error:
         return HealthProblem("command", f"--health-check {name} cannot be started: {result.error}")

@@ -51,7 +51,7 @@ def _require_cluster_packages(*packages: str) -> None:
             raise UsageError(f"the package {package} is not installed; pip install 'ripstop[kubernetes]'")
 
 
-def _connect_cluster_command(args: ParsedArguments) -> tuple[str, KubeClient]:
+def _connect_to_cluster(args: ParsedArguments) -> tuple[str, KubeClient]:
     """The namespace and the cluster that a command is about."""
     _require_cluster_packages("kubernetes")
     return _cluster_namespace(args), KubeClient(args.text("--context") or None)
@@ -109,7 +109,7 @@ def load_file_for_cluster_command(name: str) -> list[dict[str, Any]]:
 
 
 def submit_to_cluster(args: ParsedArguments, objects: Sequence[dict[str, Any]]) -> int:
-    here, server = _connect_cluster_command(args)
+    here, server = _connect_to_cluster(args)
     for item in objects:
         item["metadata"].setdefault("namespace", here)
         kind, name = item["kind"], item["metadata"]["name"]
@@ -129,7 +129,7 @@ def submit_to_cluster(args: ParsedArguments, objects: Sequence[dict[str, Any]]) 
 
 def scale_on_cluster(args: ParsedArguments, names: Sequence[str]) -> int:
     name, replicas = names[0], integer("N", names[1], minimum=1, maximum=2**31 - 1)
-    here, server = _connect_cluster_command(args)
+    here, server = _connect_to_cluster(args)
     spec = _get_cluster_job(server, here, name)["spec"]
     least, most = spec.get("minReplicas", 1), spec["maxReplicas"]
     if not least <= replicas <= most:
@@ -141,7 +141,7 @@ def scale_on_cluster(args: ParsedArguments, names: Sequence[str]) -> int:
 
 def delete_from_cluster(args: ParsedArguments, names: Sequence[str]) -> int:
     name = names[0]
-    here, server = _connect_cluster_command(args)
+    here, server = _connect_to_cluster(args)
     _get_cluster_job(server, here, name)
     server.delete(kube_jobs_path(here, name), {"propagationPolicy": "Background"})
     print(f"deleting {here}/{name} and its pods")
@@ -159,7 +159,7 @@ def _get_cluster_job(server: KubeClient, namespace: str, name: str) -> dict[str,
 
 
 def print_cluster_status(args: ParsedArguments, names: Sequence[str]) -> int:
-    here, server = _connect_cluster_command(args)
+    here, server = _connect_to_cluster(args)
     if not names:
         jobs = server.list(kube_jobs_path(here))
         print(
@@ -230,7 +230,7 @@ def print_cluster_logs(args: ParsedArguments, names: Sequence[str]) -> int:
     name, follow = names[0], "--follow" in args
     slot = integer("SLOT", names[1], minimum=0, maximum=2**31) if len(names) > 1 else None
     tail = integer("--tail", args.text("--tail", "100"), minimum=0, maximum=MAX_TAIL_LINES)
-    here, server = _connect_cluster_command(args)
+    here, server = _connect_to_cluster(args)
     context = args.text("--context") or None
     followed: dict[str, threading.Thread] = {}
     job = _get_cluster_job(server, here, name)
@@ -275,7 +275,7 @@ def _print_cluster_pod_log(context: str | None, pod: Json, tail: int, follow: bo
 def print_cluster_stacks(args: ParsedArguments, names: Sequence[str]) -> int:
     """Run `ripstop stacks` in a pod, which has the coordinator's address and the job's secret."""
     name, ranks = names[0], [str(integer("RANK", rank, minimum=0, maximum=2**31)) for rank in names[1:]]
-    here, server = _connect_cluster_command(args)
+    here, server = _connect_to_cluster(args)
     _get_cluster_job(server, here, name)
     running = [
         pod for pod in _list_cluster_pods(server, here, name) if (pod.get("status") or {}).get("phase") == "Running"

@@ -15,7 +15,7 @@ from ripstop.model.errors import UsageError
 from ripstop.model.parsers import boolean, integer, key_values, parse_node_range
 from ripstop.starters.aws_batch import read_aws_batch
 from ripstop.starters.mpi import is_open_mpi, read_mpi
-from ripstop.starters.slurm import is_slurm_step, read_slurm, slurm_nodes_without_step
+from ripstop.starters.slurm import is_slurm_step, read_slurm, slurm_node_count_outside_step
 from ripstop.starters.start import Start
 
 STARTERS = {"slurm": read_slurm, "mpi": read_mpi, "aws-batch": read_aws_batch}
@@ -60,7 +60,7 @@ def with_starter(
 def _is_slurm_starter(args: ParsedArguments, environ: Mapping[str, str], notes: list[str]) -> bool:
     if any(flag in args for flag in RENDEZVOUS_FLAGS) or environ.get(WORKER_VARIABLE):
         return False
-    outside = slurm_nodes_without_step(environ)
+    outside = slurm_node_count_outside_step(environ)
     if not outside and not is_slurm_step(environ):
         return False
     job = environ.get("SLURM_JOB_ID", "")

@@ -217,7 +217,7 @@ class HandlerLink:
             )
             info = await self._calls.run(self._handler.next_rendezvous)
             try:
-                place = await self._calls.run(partial(agree_on_handler_link_place, info, mine, why))
+                place = await self._calls.run(partial(agree_on_place_for_handler_link, info, mine, why))
             except Exception as error:
                 if attempt == MAX_ATTEMPTS:
                     raise
@@ -333,7 +333,7 @@ class HandlerLink:
 # messages through the round's store -----------------------------------------------------------------------------------
 
 
-def agree_on_handler_link_place(info: Any, mine: Join, why: str) -> Place:
+def agree_on_place_for_handler_link(info: Any, mine: Join, why: str) -> Place:
     """This node's place in the round; the nodes' workers may differ in role and number."""
     store, rank = info.store, info.rank
     store.set(f"{_NODE}{rank}", codec.encode(mine))

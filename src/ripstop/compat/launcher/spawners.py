@@ -194,7 +194,7 @@ class LauncherFunctionSpawner:
         worker = start_function_worker(self._context, target, args, self._inherited)
         process._children.discard(worker)  # type: ignore[attr-defined]  # the engine reaps it, not multiprocessing
         self.children.claim(
-            worker.pid, (lambda: _launcher_spawner_exit_code(worker)) if self._method == "forkserver" else None
+            worker.pid, (lambda: _reap_launched_worker(worker)) if self._method == "forkserver" else None
         )
         return int(worker.pid)
 
@@ -208,7 +208,7 @@ class _SpawnerPopen:
     DupFd = duplicate_for_child
 
 
-def _launcher_spawner_exit_code(worker: Any) -> int:
+def _reap_launched_worker(worker: Any) -> int:
     worker.join()
     return int(worker.exitcode)
 

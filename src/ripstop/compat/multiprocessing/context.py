@@ -47,7 +47,7 @@ class SignalException(Exception):
         self.sigval = sigval
 
 
-def raise_context_signal(signum: int, _: FrameType | None) -> None:
+def raise_signal_exception(signum: int, _: FrameType | None) -> None:
     sigval = signal.Signals(signum)
     raise SignalException(f"Process {os.getpid()} got signal: {sigval}", sigval=sigval)
 
@@ -118,7 +118,7 @@ class PContext(abc.ABC):
     def start(self) -> None:
         """Start the processes; in the main thread, also make the signals that end a process raise exceptions."""
         if threading.current_thread() is threading.main_thread():
-            _handle_context_signals()
+            _install_context_signal_handlers()
         else:
             log.warning(
                 "workers are started in a thread that is not the main thread: signals to this process are not handled, "
@@ -178,10 +178,10 @@ def _context_output_matches_filter(words: list[str], line: str) -> bool:
     return any(word in line for word in words)
 
 
-def _handle_context_signals() -> None:
+def _install_context_signal_handlers() -> None:
     for name in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", _SIGNALS).split(","):
         try:
-            signal.signal(signal.Signals[name.strip()], raise_context_signal)
+            signal.signal(signal.Signals[name.strip()], raise_signal_exception)
         except KeyError:
             log.warning("TORCHELASTIC_SIGNALS_TO_HANDLE: there is no signal %r; write SIGTERM,SIGINT", name)
         except (OSError, ValueError) as error:

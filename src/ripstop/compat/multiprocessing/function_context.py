@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ripstop.compat.multiprocessing.context import RunProcsResult, SupervisedContext, raise_context_signal
+from ripstop.compat.multiprocessing.context import RunProcsResult, SupervisedContext, raise_signal_exception
 from ripstop.compat.multiprocessing.errors import ProcessFailure
 from ripstop.compat.multiprocessing.function_worker import Inherited, Task, run_function_worker, start_function_worker
 from ripstop.compat.multiprocessing.logs_specs import LogsSpecs
@@ -90,7 +90,7 @@ class MultiprocessContext(SupervisedContext):
 
     def _function_task(self, rank: int) -> Task:
         assert callable(self.entrypoint)
-        handled = tuple(one for one in signal.Signals if signal.getsignal(one) is raise_context_signal)
+        handled = tuple(one for one in signal.Signals if signal.getsignal(one) is raise_signal_exception)
         return Task(
             function=self.entrypoint,
             args=self.args[rank],

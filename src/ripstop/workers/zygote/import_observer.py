@@ -142,12 +142,12 @@ class ImportObserver:
         state["it starts a thread"] = threads_left_by_observed_imports() if int(lines[b"Threads"]) > 1 else 0
         state["it starts a process"] = observed_children()
         state["it writes output"] = [self._written(fd, *rest) for fd, _, (_, *rest) in self.streams]
-        state["it changes the working directory"] = observed_import_working_directory()
+        state["it changes the working directory"] = observed_working_directory()
         state["it changes the beginning of sys.path"] = sys.path[:1]
         state["it sets a handler of a signal"] = [_signal.getsignal(number) for number in _signal.valid_signals()]
-        state |= observed_import_random_states()
+        state |= observed_random_states()
         state["environment"] = dict(getattr(os.environ, "_data", {}))
-        state["descriptors"] = observed_import_descriptors()
+        state["descriptors"] = observed_descriptors()
         return state
 
     def _written(self, fd: int, reader: int | None = None) -> int:
@@ -231,14 +231,14 @@ def observed_children() -> bytes:
         return file.read()
 
 
-def observed_import_working_directory() -> str:
+def observed_working_directory() -> str:
     try:
         return os.getcwd()
     except OSError:  # it was removed
         return ""
 
 
-def observed_import_descriptors() -> dict[str, str]:
+def observed_descriptors() -> dict[str, str]:
     found: dict[str, str] = {}
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -248,7 +248,7 @@ def observed_import_descriptors() -> dict[str, str]:
     return found
 
 
-def observed_import_random_states() -> dict[str, Any]:
+def observed_random_states() -> dict[str, Any]:
     """None for a generator that is not loaded yet."""
     states: dict[str, Any] = dict.fromkeys(("it seeds random", "it seeds numpy.random", "it seeds torch"))
     modules = sys.modules

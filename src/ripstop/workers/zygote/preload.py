@@ -33,7 +33,7 @@ from ripstop.workers.zygote.import_observer import (
     ImportObserver,
     Unfit,
     observed_children,
-    observed_import_descriptors,
+    observed_descriptors,
     root_package,
     threads_left_by_observed_imports,
 )
@@ -344,7 +344,7 @@ def check_fork_safety() -> str:
     """Return why workers must not be forked from here, or an empty text."""
     if threads := threads_left_by_observed_imports():
         return f"what was imported left {threads} thread{'s' * (threads > 1)} running"
-    if any(path.startswith("/dev/nvidia") for path in observed_import_descriptors().values()):
+    if any(path.startswith("/dev/nvidia") for path in observed_descriptors().values()):
         return "what was imported has initialised the GPU driver"
     return ""
 

@@ -164,7 +164,7 @@ class StandbyProcessSurroundings:
         for name in set(sys.path_importer_cache) - self.finders:
             sys.path_importer_cache.pop(name)  # the worker scans the directory again
         sys.excepthook = self.hook
-        destroy_standby_process_group()
+        destroy_process_group_of_standby()
         self._restore_handlers()
         reseed_standby()
         if _thread._count():
@@ -256,7 +256,7 @@ def standby_has_children() -> bool:
     return True
 
 
-def destroy_standby_process_group() -> None:
+def destroy_process_group_of_standby() -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
