@@ -12,7 +12,7 @@ from ripstop.cli.options.flags import parse_flags
 from ripstop.cli.slurm.job_script import job_script, parse_job_script_arguments
 from ripstop.model.errors import UsageError
 
-SECRET = "export RIPSTOP_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')  # the job's secret, new in every run"
+SECRET = "export RIPSTOP_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')  # the job's secret, new at each start"
 
 
 def render(*argv: str) -> str:

@@ -23,11 +23,12 @@ HELP = """\
   --cpus N                    CPUs of each node (whole nodes: --exclusive)
   --memory SIZE               memory of each node, as in sbatch: 64G (with --cpus: the cluster's default; else all)
   --drain TIME                send SIGTERM this long before the time limit, so that the job can save (off)
-  --requeue                   start the job again after a preemption or a lost node; with --drain, also after its time
+  --requeue                   start the job again after a preemption; with --drain, also after its time; with one number
+                              in --nnodes, also after a lost node
   --setup COMMAND             a shell command before the job, such as 'source .venv/bin/activate'
 
 The other flags are those of ripstop run, except those about the rendezvous.  --nnodes=2:4 becomes --nodes=2-4, and the
-job continues when a node is lost.
+job continues when a node other than the first is lost.
 """
 OWN_FLAGS = (
     Flag("--name", "NAME"),
@@ -54,7 +55,7 @@ REQUEUE = """\
 # exit code 143: the job was preempted, or is near its time limit. Slurm does not requeue it, so do it here
 [ "${code:-0}" != 143 ] || scontrol requeue "$SLURM_JOB_ID"
 exit "${code:-0}\""""
-SECRET = "export RIPSTOP_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')  # the job's secret, new in every run"
+SECRET = "export RIPSTOP_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')  # the job's secret, new at each start"
 
 
 def parse_job_script_arguments(argv: Sequence[str]) -> ParsedArguments:
