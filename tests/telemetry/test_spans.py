@@ -190,6 +190,16 @@ def test_waiting_for_a_round_after_the_workers_stopped_is_a_phase() -> None:
     ]  # fmt: skip
 
 
+def test_the_start_phase_of_workers_that_go_on_in_place_ends_when_the_last_one_runs() -> None:
+    job = Job()
+    job.runs(0.0, 1, "a")
+    job.fails(10.0, 1, "a")
+    job.record(10.1, formed(2, "a"))
+    job.record(10.3, started(2, pause=0.3), node="a")  # the new worker
+    spans = job.record(10.5, Recovered(2, detect=0.0, decide=0.1, stop=0.0, start=0.4, kept=1), node="a")
+    assert names_and_times(spans)[:3] == [("decide", 10.0, 10.1), ("start", 10.1, 10.5), ("node", 10.0, 10.5)]
+
+
 def test_a_new_node_has_only_a_start_phase() -> None:
     job = Job()
     job.runs(0.0, 1, "a")

@@ -4,6 +4,8 @@ from msgspec import Struct
 
 from ripstop.model.events import Recovered
 
+MIN_WAIT_S = 0.001  # the agent's own time between the end of `stop` and `start` is no wait
+
 
 class RecoveryClock(Struct):
     """The times of one recovery, from the failure to the start of new workers; all of one clock."""
@@ -17,12 +19,13 @@ class RecoveryClock(Struct):
         """The start of this round's workers was requested at `requested_at`; they run now.  `kept` went on in place."""
         decided_at = self.detected_at if self.decided_at is None else self.decided_at
         stopped_at = decided_at if self.stopped_at is None else self.stopped_at
+        began = requested_at if requested_at - stopped_at >= MIN_WAIT_S else stopped_at
         return Recovered(
             round,
             detect=self.detected_at - self.failed_at,
             decide=decided_at - self.detected_at,
             stop=stopped_at - decided_at,
-            start=now - max(requested_at, stopped_at),
+            start=now - began,
             kept=kept,
-            wait=max(0.0, requested_at - stopped_at),
+            wait=began - stopped_at,
         )

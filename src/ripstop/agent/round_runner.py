@@ -182,12 +182,11 @@ class RoundRunner:
 
     def start(self, place: Place, why: str, host: str) -> None:
         self._stores.start(place)
-        self._run_task(self._start(place, why, host))
+        self._run_task(self._start(place, why, host, self._loop.time()))
 
-    async def _start(self, place: Place, why: str, host: str) -> None:
-        began = self._loop.time()
+    async def _start(self, place: Place, why: str, host: str, began: float) -> None:
         logs = self._new_logs(place)
-        round = self._round = AgentRound(place, host, logs, memory_evidence(), WorkerExits(place.slots))
+        round = self._round = AgentRound(place, host, began, logs, memory_evidence(), WorkerExits(place.slots))
         try:
             if self._logs_source is not None:
                 round.logs = await self._logs_from_source(self._logs_source, place, logs)
@@ -237,14 +236,16 @@ class RoundRunner:
         assert old is not None and old.group is not None, "only workers that exist go on"
         if self._standbys is not None:
             self._standbys.on_round_stopping()
-        recovery = self._start_recovery_clock()
-        recovery.decided_at = recovery.decided_at or self._loop.time()
+        recovery, began = self._start_recovery_clock(), self._loop.time()
+        recovery.decided_at = recovery.decided_at or began
         old_store = self._stores.take(place)
         group = old.group
         staying = {rank for rank in kept if rank in group.live}
         logs = KeptLogDirectories(self._new_logs(place), dict.fromkeys(staying, old.logs))
-        round = AgentRound(place, host, logs, old.memory_at_start, WorkerExits(place.slots), group, reforming=staying)
-        round.kept = len(staying)
+        exits, kept_count = WorkerExits(place.slots), len(staying)
+        round = AgentRound(
+            place, host, began, logs, old.memory_at_start, exits, group, reforming=staying, kept=kept_count
+        )
         if self._config.hang_timeout:
             sockets = {rank: path for rank, path in enumerate(old.recorder_sockets) if rank in staying}
             round.recorder_sockets = self._reports.renew_recorder_sockets(place.round, place.slots, sockets)
@@ -264,7 +265,7 @@ class RoundRunner:
     async def _reform(
         self, round: AgentRound, group: Group, why: str, grace: float, old_store: RoundStore | None
     ) -> None:
-        began, place = self._loop.time(), round.place
+        place = round.place
         try:
             await self._stores.replace(old_store, place, self._config.timing.inprocess)
             round.require_current(self._round)
@@ -281,7 +282,7 @@ class RoundRunner:
         except StartError as error:
             self._on_start_failed(round, error)
             return
-        self._on_started(round, group, why, began)
+        self._on_started(round, group, why, round.requested_at)
 
     async def _start_in_place(self, round: AgentRound, local_ranks: Sequence[int], grace: float) -> None:
         group, logs = round.group, round.logs
@@ -349,16 +350,15 @@ class RoundRunner:
         where = place.round, place.first_rank, place.world_size, place.restarts
         taken = (len(self._standbys.taken), self._standbys.taken_run_ahead) if self._standbys else (0, 0)
         self._recorder.record(events.WorkersStarted(*where, pids, now - began, pause, why, *taken))
-        round.started = began, now
+        round.started_at = now
         self._record_recovery(round)
 
     def _record_recovery(self, round: AgentRound) -> None:
         """When all workers have started, or have gone on."""
-        if self._recovery is not None and round.started is not None and not round.reforming:
+        if self._recovery is not None and round.started_at is not None and not round.reforming:
             recovery, self._recovery = self._recovery, None
-            requested_at, started_at = round.started
-            now = self._loop.time() if round.kept else started_at
-            self._recorder.record(recovery.finish(round.place.round, requested_at, now, round.kept))
+            now = self._loop.time() if round.kept else round.started_at
+            self._recorder.record(recovery.finish(round.place.round, round.requested_at, now, round.kept))
 
     def _on_start_failed(self, round: AgentRound, error: StartError) -> None:
         place, why = round.place, str(error)

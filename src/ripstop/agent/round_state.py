@@ -23,6 +23,7 @@ class AgentRound(Struct):
 
     place: Place
     host: str
+    requested_at: float  # when the machine asked for the round
     logs: RoundLogs
     memory_at_start: MemoryEvidence
     exits: WorkerExits
@@ -35,7 +36,7 @@ class AgentRound(Struct):
     starting: set[int] = field(default_factory=set)  # local ranks whose workers are being started beside others
     old_files: list[tuple[Path, ...]] = field(default_factory=list)  # log files of workers that are being replaced
     kept: int = 0  # workers that went on in place
-    started: tuple[float, float] | None = None  # when the start was requested, and when the workers ran
+    started_at: float | None = None  # when the workers ran
     stopped: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def require_current(self, current: "AgentRound | None") -> None:

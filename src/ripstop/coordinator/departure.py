@@ -67,7 +67,7 @@ def _why_no_departure_commit(job: "Job", leaving: messages.Leaving) -> str:
 
 def _node_remains_after_departure(job: "Job") -> bool:
     """Whether the memory of another node keeps the final commit, even while the job waits for more nodes."""
-    return job.membership.ready_count() > 0
+    return job.membership.survivor_count() > 0
 
 
 def on_final_commit_before_departure(job: "Job", node: str, made: messages.FinalCommitMade) -> None:

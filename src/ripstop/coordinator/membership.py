@@ -246,8 +246,11 @@ class Membership:
             return False
         if self.ready_count() >= target:
             return True
-        survivors = len(self.eligible) - len(self.waiting) + self.assess_degraded().needed_in_round
-        return not first and (survivors >= self._min_nodes or not self.warming_up)
+        return not first and (self.survivor_count() >= self._min_nodes or not self.warming_up)
+
+    def survivor_count(self) -> int:
+        """How many nodes of the last round a round could have now."""
+        return len(self.eligible) - len(self.waiting) + self.assess_degraded().needed_in_round
 
     def candidates(self, max_nodes: int) -> list[Candidate]:
         """The nodes of the next round, each with its rank of the last round or the rank that it inherits.

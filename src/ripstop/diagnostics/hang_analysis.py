@@ -7,7 +7,7 @@ first of these that exist and are not all ranks:
 2. Ranks that the flight recorder shows as suspects, and of these the ones that do not wait by their stacks, if any.
 3. Ranks that do not wait.
 4. Ranks outside the one location that more than half of the ranks share.
-5. Ranks that do not wait and made no progress for the hang timeout.
+5. Ranks that do not wait and made no progress for about as long as the first rank that was found to hang.
 
 Rules for the flight recorder (`flight_recorder.py` says how far each rank is in each process group):
 
@@ -55,7 +55,9 @@ def suspect_ranks(hangs: Mapping[int, Hang]) -> frozenset[int]:
     majority = max(_hang_locations(known).values(), key=len, default=[])
     if len(known) / 2 < len(majority) < len(known):
         return frozenset(known.keys() - set(majority))
-    hung = {rank for rank in not_waiting if known[rank].sign}
+    if not (limit := min((hang.seconds for hang in known.values() if hang.sign), default=0.0) / 2):
+        return frozenset()
+    hung = {rank for rank in not_waiting if known[rank].seconds >= limit}  # equal ranks differ by a step, not by half
     return frozenset(hung) if len(hung) < len(known) else frozenset()
 
 

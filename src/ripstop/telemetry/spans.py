@@ -210,7 +210,10 @@ class Spans:
                     yield from self._on_workers_run(record.node, recovery, phases)
             case events.Recovered(number) as recovered if self._is_awaited(record, number):
                 if record.node in recovery.started and recovery.had_member(record.node):
-                    ran = recovery.started[record.node][0]
+                    ran, started = recovery.started[record.node]
+                    if recovered.kept:  # its last worker went on after the others had started
+                        ran = record.at
+                        recovery.started[record.node] = ran, started
                     phases = list(_span_phases(ran, recovered))
                     yield from self._on_workers_run(record.node, recovery, phases)
             case events.StateRestored(number, rank, source, step, seconds) if (
