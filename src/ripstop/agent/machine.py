@@ -16,7 +16,7 @@
     signal kills the workers immediately; the same one within 0.2 s does not, because srun may pass on a copy.  If
     the workers have a `train.State`, and the signal is not from a terminal, they first make a final commit together
     with the other nodes' workers: the coordinator asks for it, and then gives this node no place.  An operator's drain
-    and a preemption notice do the same.  There is a deadline.
+    and a preemption notice do the same.  A deadline or another signal ends the wait for the final commit.
 6.  A node offers itself to the job only after it has passed one health check; it gives up if none passes within the
     join timeout.  Later it only reports its problems: the coordinator decides if the job needs the node anyway.
 7.  A node that is ready offers a port for the store of a later round.  An offer is valid for one connection and one
@@ -403,7 +403,7 @@ class Agent:
         if self.state in (WorkersState.RUNNING, WorkersState.FAILED):
             self.state = WorkersState.FAILED
             return self._send(messages.Failed(round, trimmed_ranking(failures)))
-        return []  # the workers are being stopped: `Stopped` reports the failures
+        return []  # the workers are being stopped; if the job is closing, `Stopped` reports the failures
 
     def _failed_ranks(self) -> set[int]:
         return {failure.local_rank for failure in self._failures}

@@ -2,8 +2,8 @@
 
 Rules: (1) failures are kept for one round, the live one or the last one, up to `MAX_FAILURES`; (2) every failure that
 ends a round is charged to a budget (`restart_budget.py`); a failure that no budget covers fails the job; (3) a failure
-is free if a node of the round is disconnected or leaving, because that explains it; (4) a failure that looks like the
-result of a lost peer does not fail the job before the loss had `PEER_LOSS_TIMEOUT_S` seconds to show; a charge that a
+is free if a node of the round is disconnected or leaving, because that explains it; (4) if a failure looks like the
+result of a lost peer, the job waits for this loss for `PEER_LOSS_TIMEOUT_S` seconds before it fails; a charge that a
 loss explains within a lease is refunded; (5) a hang is diagnosed on all nodes of the round, for `DIAGNOSIS_TIMEOUT_S`
 seconds at most, before it is charged; a worker that dies meanwhile is a failure as usual.
 

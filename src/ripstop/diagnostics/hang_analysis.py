@@ -1,7 +1,7 @@
 """Finds the ranks that caused a hang, and describes the hang: from stacks and from torch's flight recorder.  Pure.
 
-In a round that hangs, workers that wait for others are victims.  The suspect ranks, which caused the hang, are the
-first of these that exist and are not all ranks:
+In a round that hangs, workers that wait for others are victims.  These groups are checked in order.  The first one that
+is not empty, and does not have all ranks, has the suspect ranks, which caused the hang:
 
 1. Processes stopped by a signal.
 2. Ranks that the flight recorder shows as suspects, and of these the ones that do not wait by their stacks, if any.

@@ -9,8 +9,8 @@ agent, nor the workers, nor the other console: unread output stays in the files.
    a few milliseconds later.  So a line that the worker is just writing is rarely divided by one of the agent's own.
 3. A console that cannot be written to (a closed pipe, a full disk) is ignored.  The file has all output.
 4. Nothing polls where inotify is available.
-5. A worker never fails because the disk of a log file is full that the user did not ask for.  Disk space is reserved
-   ahead of the writer.  On a full disk, the part that the console has already is freed.
+5. If the user did not ask for a log file, a full disk never makes its worker fail.  Disk space is reserved ahead of the
+   writer.  On a full disk, the part that the console has already is freed.
 6. If a program has replaced `sys.stdout` or `sys.stderr` by an object, as notebooks do, that object is the console.  It
    gets whole lines of text.
 """

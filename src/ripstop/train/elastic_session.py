@@ -3,9 +3,9 @@
 After a fault elsewhere, the agent sends this worker its place in the next round.  A thread aborts the process groups,
 so that the function ends with an exception; then the groups are forgotten, the environment is changed, and the function
 is called again.  Rules
-1.  The thread never destroys anything: it wakes the main thread, which does.  It repeats that until the main thread has
-    come, because the function may be about to make another group of the old round.  The main thread hands groups that
-    nothing refers to any more over to another thread, which destroys them.
+1.  The thread only aborts groups, which wakes the main thread.  It aborts again and again until the main thread has
+    left the function, because the function may be about to make another group of the old round.  Only the main thread
+    forgets groups.  It hands groups that nothing refers to any more over to another thread, which destroys them.
 2.  The main thread and the thread exclude each other, so that no connection of the new round is shut down.
 3.  Any exception after the agent's message is a consequence of it.  One before is the script's own, unless it is a
     broken connection: then the message is awaited for `VERDICT_TIMEOUT_S`.
@@ -62,7 +62,7 @@ def elastic(function: Callable[P, R]) -> Callable[P, R]:
                     if not session.is_round_over(error):
                         raise
                 else:
-                    if session.ends():
+                    if session.leave_unless_round_over():
                         return result
 
     return run
@@ -83,8 +83,8 @@ class _ElasticSession:
         self._group_destroyer: threading.Thread | None = None  # of the last round's groups
 
     def __enter__(self) -> "_ElasticSession":
-        if (memory := _connect_session()) is not None:
-            self._round, self._socket = memory
+        if (registered := _connect_session()) is not None:
+            self._round, self._socket = registered
             gc.freeze()  # what is there now stays: later collections look only at what the rounds have made
             self._thread = threading.Thread(target=self._listen, name="ripstop-elastic", daemon=True)
             self._thread.start()
@@ -132,7 +132,7 @@ class _ElasticSession:
                 self._has_news.wait_for(lambda: self._next is not None or self._has_left, VERDICT_TIMEOUT_S)
             return self._next is not None
 
-    def ends(self) -> bool:
+    def leave_unless_round_over(self) -> bool:
         """Whether the function has ended for good, and not just as the round did."""
         with self._lock:
             if self._next is not None:

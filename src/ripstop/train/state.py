@@ -95,7 +95,7 @@ class State:
         self._comparison: ReplicationComparison | None = None
         self._saves: Saves | None = None
         self._is_on_disk = False  # there is no memory for commits
-        self._commits = 0  # since the restore
+        self._commits_since_restore = 0
         self._has_others = False  # this node holds shards of other ranks
         self._restores = 0
         self._calls = 0  # of commit, since the restore
@@ -144,7 +144,7 @@ class State:
         self._restores += 1
         self._restored_from = None
         self._calls, self._next_call, self._newest_call = 0, 1, (0, 0.0)
-        self._commits, self._newest, self._is_on_disk = 0, None, False
+        self._commits_since_restore, self._newest, self._is_on_disk = 0, None, False
         if not self._connect():
             interruption.oppose_interruption(f"state {self._name!r} is not kept")
             return False
@@ -273,7 +273,7 @@ class State:
             )
         began = time.perf_counter()
         self._calls += 1
-        is_last = self._is_last()
+        is_last = self._is_final_commit()
         is_kept = self._commit(None if is_last else every, blocking or is_last)
         if self._store is not None:
             if is_kept and self._newest is not None:
@@ -283,7 +283,7 @@ class State:
             self._wait_for_end()
         return is_kept
 
-    def _is_last(self) -> bool:
+    def _is_final_commit(self) -> bool:
         """Whether this call makes the final commit of the round, because a node leaves."""
         if self._memory is None or self._final_commit is None:
             return False
@@ -341,8 +341,8 @@ class State:
         if self._copy is None:
             self._saves.send()
         self._number += 1
-        self._commits += 1
-        if self._has_others and may_free_slots_of_others(self._commits):
+        self._commits_since_restore += 1
+        if self._has_others and may_free_slots_of_others(self._commits_since_restore):
             self._has_others = False
             self._drop_others()
         return True
