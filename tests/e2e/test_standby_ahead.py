@@ -62,7 +62,7 @@ def job(tmp_path: Path) -> Iterator[AheadJob]:
     hold.touch()
     with (
         TemporaryDirectory() as sockets,  # a socket's path is short
-        AheadJob(tmp_path, HOLD_STEP="5", HOLD_FILE=str(hold), XDG_RUNTIME_DIR=sockets, TMPDIR=sockets) as job,
+        AheadJob(tmp_path, HOLD_STEPS="5,6", HOLD_FILE=str(hold), XDG_RUNTIME_DIR=sockets, TMPDIR=sockets) as job,
     ):
         job.hold = hold
         yield job

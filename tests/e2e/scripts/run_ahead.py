@@ -1,7 +1,7 @@
 """Data-parallel training whose start-up, before the function with `train.elastic`, is counted: a line in $TRAIN_LOG.
 
 It reports the start-up, each entry of the function and each step, the loss exactly.  $BEFORE is Python code that runs
-before the function, in standbys only.  $HOLD: a step at which all ranks wait while this file exists.
+before the function, in standbys only.  At the steps $HOLD_STEPS, all ranks wait while $HOLD_FILE exists.
 """
 
 import json
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ripstop import train
 
 STEPS = int(os.environ.get("STEPS", "12"))
-HOLD_STEP, HOLD_FILE = int(os.environ.get("HOLD_STEP", "0")), Path(os.environ.get("HOLD_FILE", "/"))
+HOLD_STEPS, HOLD_FILE = os.environ.get("HOLD_STEPS", "").split(","), Path(os.environ.get("HOLD_FILE", "/"))
 
 
 def say(event: str, **more: object) -> None:
@@ -53,7 +53,7 @@ def main() -> None:
         state.commit()
         train.heartbeat(state.step)
         say("step", step=state.step, loss=loss.item().hex())
-        while state.step == HOLD_STEP and HOLD_FILE.exists():
+        while str(state.step) in HOLD_STEPS and HOLD_FILE.exists():
             train.heartbeat(state.step)
             time.sleep(0.01)
     dist.barrier()
