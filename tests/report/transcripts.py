@@ -31,7 +31,7 @@ class Transcript:
             started = events.WorkersStarted(number, rank, world, number - 1, (100 + rank,), 0.1, pause, "first round")
             self.add(seconds + 0.1, started, node)
             if pause:
-                self.add(seconds + 0.1, events.Recovered(number, 0.1, 0.2, 0.3, 0.1), node)
+                self.add(seconds + 0.1, events.Recovered(number, 0.1, 0.2, 0.3, 0.1, wait=max(0.0, pause - 0.7)), node)
             if first_step is not None:
                 self.add(seconds + 0.5, events.FirstStep(number, rank, first_step, 0.4), node)
 

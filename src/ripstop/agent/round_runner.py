@@ -242,10 +242,9 @@ class RoundRunner:
         group = old.group
         staying = {rank for rank in kept if rank in group.live}
         logs = KeptLogDirectories(self._new_logs(place), dict.fromkeys(staying, old.logs))
-        exits, kept_count = WorkerExits(place.slots), len(staying)
-        round = AgentRound(
-            place, host, began, logs, old.memory_at_start, exits, group, reforming=staying, kept=kept_count
-        )
+        exits = WorkerExits(place.slots)
+        round = AgentRound(place, host, began, logs, old.memory_at_start, exits, group, reforming=staying)
+        round.kept = len(staying)
         if self._config.hang_timeout:
             sockets = {rank: path for rank, path in enumerate(old.recorder_sockets) if rank in staying}
             round.recorder_sockets = self._reports.renew_recorder_sockets(place.round, place.slots, sockets)

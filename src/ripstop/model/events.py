@@ -44,6 +44,7 @@ from ripstop.model.job_events import (
 __all__ = [
     "MAX_TEXT",
     "MAX_TRACEBACK",
+    "RECOVERY_PHASES",
     "RESTORE_SOURCES",
     "AgentEnded",
     "AgentMessage",
@@ -172,6 +173,9 @@ class StandbyDiscarded(EventBase, frozen=True):
 
     local_rank: Int64
     why: str
+
+
+RECOVERY_PHASES = ("detect", "decide", "stop", "wait", "start")  # fields of `Recovered`, in the order of time
 
 
 class Recovered(EventBase, frozen=True):

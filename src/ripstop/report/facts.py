@@ -111,8 +111,7 @@ class Facts:
         self.coordinator_times: tuple[float, float] | None = None  # its first and last record
         self.closing: tuple[str, str] | None = None
         self.closed: events.JobClosed | None = None
-        self._pauses: dict[str, float] = {}  # the latest of each node
-        self._recoveries: dict[str, tuple[int, Phases]] = {}  # the same: the round, and the phases
+        self._recoveries: dict[str, tuple[int, Phases]] = {}  # the latest of each node: the round, and the phases
         self.departed: dict[str, str] = {}  # nodes that leave or left, and why
         self.ended_agents: dict[str, events.AgentEnded] = {}
         self.rounds: dict[int, RoundFacts] = {}
@@ -375,13 +374,10 @@ class Facts:
             round.nodes = round.nodes or 1
             round.why = round.why or _truncated_fact_text(event.why)
             round.started = max(round.started, event.seconds)
-        if len(self._pauses) < MAX_NODES or record.node in self._pauses:
-            self._pauses[record.node] = event.pause
 
     def _on_recovered(self, record: EventRecord, event: events.Recovered) -> None:
-        rest = self._pauses.get(record.node, 0.0) - event.detect - event.decide - event.stop - event.start
-        phases = Phases(event.detect, event.decide, event.stop, max(event.wait, rest, 0.0), event.start)
-        if record.node in self._pauses:
+        phases = Phases(event.detect, event.decide, event.stop, max(0.0, event.wait), event.start)
+        if len(self._recoveries) < MAX_NODES or record.node in self._recoveries:
             self._recoveries[record.node] = (event.round, phases)
         self._compare_recovery(self._round(event.round, record.at), phases)
 

@@ -16,7 +16,7 @@ from ripstop.model.config import MAX_NODES
 from ripstop.model.events import RESTORE_SOURCES, EventRecord, RoundEndCause, event_kind
 from ripstop.telemetry.goodput import Goodput
 
-STAGES = ("detect", "decide", "stop", "wait", "start", "first_step")
+STAGES = (*events.RECOVERY_PHASES, "first_step")
 BUCKET_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
@@ -95,7 +95,7 @@ class Totals(Struct):
                 self._recovered[record.node] = round
                 if len(self._recovered) > MAX_NODES:  # records may contain names of nodes that never joined
                     del self._recovered[next(iter(self._recovered))]
-                for stage in STAGES[:-1]:
+                for stage in events.RECOVERY_PHASES:
                     if (seconds := getattr(recovered, stage)) > 0:
                         self.recovery[stage].observe(seconds)
             case events.FirstStep(round=round, seconds=seconds):

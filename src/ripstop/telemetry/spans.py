@@ -335,7 +335,7 @@ class Spans:
 
 def _span_phases(at: float, recovered: events.Recovered) -> Iterator[Phase]:
     """The phases of a node, in order, until its workers ran at time `at`: name, start, end."""
-    lengths = [(name, max(0.0, getattr(recovered, name))) for name in ("detect", "decide", "stop", "wait", "start")]
+    lengths = [(name, max(0.0, getattr(recovered, name))) for name in events.RECOVERY_PHASES]
     begins = at - sum(seconds for _, seconds in lengths)
     for name, seconds in lengths:
         if seconds > 0:

@@ -184,8 +184,7 @@ export class Model {
         const round = this.round(event.round, event.at);
         const { detect, decide, stop, wait = 0, start } = event;
         const old = round.recovery;
-        const total = (phases) => phases.detect + phases.decide + phases.stop + (phases.wait ?? 0) + phases.start;
-        if (!old || total(event) > total(old))
+        if (!old || recoverySeconds(event) > recoverySeconds(old))
           round.recovery = { detect, decide, stop, wait, start, at: event.at, node: event.node };
         break;
       }
@@ -432,6 +431,9 @@ export class Model {
   }
 }
 
+/** Jobs of older versions send no `wait`. */
+const recoverySeconds = ({ detect, decide, stop, wait = 0, start }) => detect + decide + stop + wait + start;
+
 const verdict = (level, answer, reason, problems = []) => ({ level, answer, reason, problems });
 
 // events as text --------------------------------------------------------------------------------------------------------
@@ -464,7 +466,7 @@ const TEXTS = {
   fault_ended: (e) => `injected fault ${e.fault} is over${e.why ? `: ${e.why}` : ""}`,
   warmed_up: (e) => `workers can start (${e.start}) after ${e.seconds.toFixed(2)} s`,
   workers_started: (e) => `round ${e.round}: ranks ${e.first_rank}–${e.first_rank + e.pids.length - 1} run: ${e.why}`,
-  recovered: (e) => `round ${e.round} recovered in ${((e.detect + e.decide + e.stop + (e.wait ?? 0) + e.start) * 1000).toFixed(0)} ms`,
+  recovered: (e) => `round ${e.round} recovered in ${(recoverySeconds(e) * 1000).toFixed(0)} ms`,
   first_step: (e) => `round ${e.round}: first step ${e.step} after ${e.seconds.toFixed(2)} s`,
   steps_done: (e) => `round ${e.round}: steps ${e.first} to ${e.last} in ${e.seconds.toFixed(1)} s`,
   checkpoint_saved: (e) => `rank ${e.rank} saved step ${e.step}${e.path ? ` to ${e.path}` : ""}`,

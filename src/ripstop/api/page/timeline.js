@@ -209,14 +209,7 @@ export class Timeline {
     if (width <= 0) return;
     const y = LANES.rounds + 28;
     if (round.recovery && width > 8) {
-      const { detect, decide, stop, wait, start } = round.recovery;
-      const parts = [
-        ["phase-detect", detect],
-        ["phase-decide", decide],
-        ["phase-stop", stop],
-        ["phase-wait", wait],
-        ["phase-start", start],
-      ];
+      const parts = Object.entries(PHASES).map(([phase, style]) => [style, round.recovery[phase]]);
       const total = parts.reduce((sum, [, seconds]) => sum + seconds, 0) || 1;
       let at = left;
       for (const [name, seconds] of parts) {
@@ -420,8 +413,8 @@ export class Timeline {
   }
 }
 
-function recoveryBar({ detect, decide, stop, wait, start, node }) {
-  const parts = Object.entries({ detect, decide, stop, wait, start });
+function recoveryBar({ node, ...recovery }) {
+  const parts = Object.keys(PHASES).map((phase) => [phase, recovery[phase]]);
   const total = parts.reduce((sum, [, seconds]) => sum + seconds, 0);
   const bar = el(
     "div",

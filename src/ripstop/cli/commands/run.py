@@ -337,9 +337,8 @@ def _run_config(args: ParsedArguments, environ: Mapping[str, str], registered: C
 
         key = user_key(start, environ)
     if not token and key is None and not alone and (max_nodes > 1 or elector is not None):
-        token_notes = no_secret_or_certificates_warning(
-            rdzv.endpoint or "the nodes", tls
-        )  # on one node, the coordinator creates one
+        # on one node, the coordinator creates a secret
+        token_notes = no_secret_or_certificates_warning(rdzv.endpoint or "the nodes", tls)
     replicates, replication_bandwidth = state_replication_options(args, notes, max_nodes=max_nodes)
     return RunConfig(
         entry=program,
